@@ -47,9 +47,11 @@ class Stubs:
     saved: int = 1  # tensors that the others save
     random: Collection[int] = ()  # stages that draw random numbers
     frozen: Collection[int] = ()  # stages without a backward
+    changes: Collection[int] = ()  # stages that change an input of their own in place
     ranks: int = 1  # that share each bucket
     replicas: int = 1  # that have the same part of it
     sizes: Mapping[str, int] = field(default_factory=dict)  # bucket -> bytes, else those of WEIGHT
+    dtype: torch.dtype = WEIGHT.dtype  # of parameters
 
 
 def parse(line: str, **stubs: Any) -> Schedule:
@@ -135,8 +137,8 @@ def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
     labels = {i: stubs.reads.get(i, str(i)).split() for i in range(count)}
     buckets: dict[str, Bucket] = {}
     for name in [name for i in range(count) for name in labels[i]]:
-        param = Param("weight", WEIGHT.shape, WEIGHT.stride, WEIGHT.dtype, 0)
-        size = stubs.sizes.get(name, WEIGHT.size_bytes)
+        param = Param("weight", WEIGHT.shape, WEIGHT.stride, stubs.dtype, 0)
+        size = stubs.sizes.get(name, param.numel * stubs.dtype.itemsize)
         buckets.setdefault(
             name,
             Bucket(
@@ -172,21 +174,22 @@ def stage_of(index: int, name: str, buckets: Sequence[Bucket], template: Templat
 def _template(index: int, params: int, carried: Sequence[int], stubs: Stubs) -> Template:
     saved = () if index in stubs.unsaved else (ACTIVATION,) * stubs.saved
     read = () if index in stubs.blind else tuple(range(params))
-    primals = (*[WEIGHT] * params, ACTIVATION)
+    changes = index in stubs.changes
+    primals = (*[WEIGHT] * params, *[ACTIVATION] * (1 + changes))
     stub = fx.GraphModule(torch.nn.Module(), fx.Graph())
     return Template(
         index=index,
         primals=primals,
         outputs=(ACTIVATION,),
-        mutated=(),
+        mutated=(params + 1,) if changes else (),
         saved=saved,
         tangents=(0,),
         partial_gradients=tuple(carried),
         backward_inputs=(*read, *(SavedRef(i) for i in range(len(saved)))),
         gradients=() if index in stubs.frozen else tuple(range(params + 1)),
         tangent_metas=(ACTIVATION, *[WEIGHT] * len(carried)),
-        gradient_metas=primals,
-        recompute_primals=(*read, params),
+        gradient_metas=primals[: params + 1],
+        recompute_primals=(*read, *range(params, params + 1 + changes)),
         random=index in stubs.random,
         graphs={} if index in stubs.frozen else {Code.BACKWARD: stub},
     )
@@ -252,12 +255,16 @@ class _Reader:
         self.args[label] = self.last or self._placeholder("x")
         stage = self.stages[int(label)]
         saving = label in self.kept
-        given = (self._weights(stage), (self.args[label],), saving)
-        metas = (ACTIVATION, *stage.traced.saved) if saving else (ACTIVATION,)
+        states = [self._placeholder(f"state_{label}")] if stage.mutated else []
+        given = (self._weights(stage), (self.args[label], *states), saving)
+        results = (ACTIVATION,) * stage.result_count
+        metas = (*results, *stage.traced.saved) if saving else results
         call = self._call(ops.forward, stage, *given, name=f"f{label}", metas=metas)
         self.last = self._item(call, 0, f"y{label}_0")
-        for k in range(len(metas) - 1):
-            self.saved[label].append(self._item(call, k + 1, f"s{label}_{k}"))
+        for state in states:
+            ops.call(self.graph, ops.assign, state, self._item(call, 1, f"y{label}_1"))
+        for k in range(len(metas) - len(results)):
+            self.saved[label].append(self._item(call, len(results) + k, f"s{label}_{k}"))
 
     def _recompute(self, label: str) -> None:
         stage = self.stages[int(label)]

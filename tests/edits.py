@@ -35,7 +35,6 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.plan import Places, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import Token, token_of
-from tests.schedules import find
 
 _NAMES = {"Places": Places, "Slot": Slot, "Tier": Tier, "replace": replace}
 
@@ -50,6 +49,11 @@ def edited(schedule: Schedule, edits: str) -> Schedule:
         else:
             _Graph(schedule, where).edit(what)
     return schedule
+
+
+def find(schedule: Schedule, graph: str, label: str, nth: int = 0) -> fx.Node:
+    """The nth node of a graph with a printed name; a value goes by its own name."""
+    return [n for n in schedule.graphs[graph].nodes if label in (ops.label(n), n.name)][nth]
 
 
 def free_of(graph: fx.Graph, value: str) -> fx.Node:

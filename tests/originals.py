@@ -1,5 +1,5 @@
-"""Schedules to break: those that random models ran, those that the passes make for random models
-and plans without running them, and those that no pass makes (`tests.schedules`)."""
+"""Schedules to break: those that random models ran, and those that the passes make for random
+models, or lines of stages, and plans without running them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import random
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from megacompile.ir.schedule import Schedule
@@ -15,7 +16,6 @@ from tests.capturing import capture
 from tests.draws import examples
 from tests.nets import Choice, Net
 from tests.planned import planned as planned_line
-from tests.schedules import Spec, build
 from tests.subject import Counts, InOrder, Subject, plain_refuses
 
 
@@ -69,6 +69,9 @@ def lined(count: int, seed: int) -> list[Schedule]:
         stubs: dict[str, Any] = {
             "reads": {stages - 1: f"{stages - 1} 0"} if rng.random() < 0.3 else {},
             "random": _some(rng, stages, 0.3),
+            "changes": _some(rng, stages, 0.2),
+            "saved": rng.choice((1, 2)),
+            "helps": rng.random() < 0.3,
         }
         line = " ".join(f"{i}F" for i in range(stages))
         found.append(planned_line(line, **stubs, **_plan(rng, stages)))
@@ -91,6 +94,7 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "lookahead": lookahead,
         "slots": lookahead + 1 + rng.randint(0, 2),
         "update": update,
+        "compute_dtype": torch.bfloat16 if update and rng.random() < 0.3 else None,  # masters
         "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
         "resident": resident,
         "on_disk": _some(rng, buckets, 0.3) - resident,
@@ -102,43 +106,3 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "saved_on_host": rng.choice((0, 0, 2, 3)),
         "inductor": rng.random() < 0.5,
     }
-
-
-def hand_made(count: int, seed: int, *, stages: int = 6) -> list[Schedule]:
-    """Random schedules of `tests.schedules`, of so many stages at most; no pass makes them."""
-    most = stages
-    rng = random.Random(seed)
-
-    def some(stages: int) -> frozenset[int]:
-        return _some(rng, stages, 0.25)
-
-    found = []
-    for _ in range(count):
-        stages = rng.randint(1, most)
-        spec = Spec(
-            stages=stages,
-            slots=rng.randint(2, 4),
-            accumulate=rng.random() < 0.4,
-            shared=stages > 1 and rng.random() < 0.3,
-            reuse=rng.random() < 0.4,
-            random=some(stages),
-            keep=some(stages),
-            changes=some(stages),
-            update=rng.random() < 0.3,
-            masters=rng.random() < 0.3,
-        )
-        norms = rng.random() < 0.3
-        buckets = frozenset() if spec.update else some(stages)
-        found.append(
-            build(
-                dataclasses.replace(
-                    spec,
-                    norms=norms,
-                    late=spec.shared and not spec.update and rng.random() < 0.5,
-                    device=buckets,
-                    resident=some(stages) - buckets,
-                    helps=rng.random() < 0.5,
-                )
-            )
-        )
-    return found

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from megacompile.cost.hardware import H200
 from megacompile.ir import ops
 from megacompile.ir.capture import Variant
 from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier, Updater
@@ -23,6 +24,16 @@ from megacompile.plan import pipeline
 from megacompile.plan.setting import Setting
 from tests.actions import Stubs, parse
 
+EVERYTHING: dict[str, Any] = {  # of `built`
+    "stages": 5,
+    "slots": 3,
+    "accumulate": True,
+    "reads": {4: "4 0"},
+    "reuse": True,
+    "random": {1},
+    "keep": {2},
+    "changes": {1, 3},
+}
 _PLACES = ("resident", "on_disk", "weights_on_disk")
 
 # The passes by name, as they are called there.
@@ -49,6 +60,7 @@ def passed(
     schedule: Schedule,
     *,
     inductor: bool = False,
+    helps: bool = False,
     plan: Plan | None = None,
     rank: int = 0,
     templates: TemplateCache | None = None,
@@ -58,6 +70,7 @@ def passed(
 
     Args:
         inductor: with what is only made where Inductor compiles: norms, updates on the device.
+        helps: the device helps the host with its updates.
         plan: instead of the one that the passes make.
         given: options.
     """
@@ -71,13 +84,14 @@ def passed(
     options = replace(
         _OPTIONS,
         mesh=Mesh(ranks, replicas, rank) if ranks * replicas > 1 else None,
-        lowering=Lowering.INDUCTOR if inductor else Lowering.EAGER,
+        lowering=Lowering.INDUCTOR if inductor or helps else Lowering.EAGER,
         **rest,
     )
     variant = Variant(schedule.tangents, **{"keep_last": True, **taken[Variant]})
     places = Places.of(*(given.get(name, ()) for name in _PLACES))
     choice = Choice(places=places, **taken[Choice])
-    passes = pipeline.Pipeline(Setting(options), (), templates)
+    setting = Setting(options, hardware=H200 if helps else None)
+    passes = pipeline.Pipeline(setting, (), templates)
     made = passes.with_plan(schedule, variant, choice)
     made = made if plan is None else replace(made, plan=plan)
     return passes.moving(passes.saving(made), variant, choice)
@@ -91,6 +105,25 @@ class Mesh(PlannedMesh):
 
     def get_local_rank(self, dim: int = 0) -> int:
         return self.rank
+
+
+def built(
+    stages: int = 4,
+    *,
+    keep: Collection[int] = (),
+    offload: Collection[int] = (),
+    resident: Collection[int] = (),
+    device_update: Collection[int] = (),
+    slots: int = 2,
+    **given: Any,
+) -> Schedule:
+    """A chain of stages, each of which saves two tensors, with the plan of `rows`; `given` is that
+    of `planned`."""
+    buckets = {"resident": resident, "device_update": device_update}
+    plan = rows(stages, keep, offload=offload, **buckets)
+    line = " ".join(f"{i}F" for i in range(stages))
+    given = {"saved": 2, "inductor": bool(device_update), **given}
+    return planned(line, plan=plan, lookahead=slots - 1, slots=slots, **given)
 
 
 def rows(

@@ -44,7 +44,7 @@ from tests.frames import command as frames
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, Verdict, mutate
 from tests.nets import Choice, Net
-from tests.originals import hand_made, planned, ran
+from tests.originals import lined, planned, ran
 from tests.ranks.subject import RankSubject, Shared, shared
 from tests.subject import Counts, Subject, plain_refuses
 
@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.mutants:
         third = args.schedules // 3
         originals = ran(third, args.seed) + planned(third, args.seed)
-        originals += hand_made(args.schedules - len(originals), args.seed)
+        originals += lined(args.schedules - len(originals), args.seed)
         found = prove_verify(args.mutants, args.seed, originals, of_steps=args.mutants)
         print("\n".join([*found.missed, str(found)]))
         failed |= bool(found.missed) or found.false_alarms > 0

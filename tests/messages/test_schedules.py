@@ -26,7 +26,7 @@ from megacompile.errors import AnomalyError, ModelError, ScheduleError
 from megacompile.ir.schedule import Schedule
 from tests import inside
 from tests.edits import edited
-from tests.schedules import Spec, build
+from tests.planned import built
 from tests.zoo import Stack, batch
 
 
@@ -37,10 +37,10 @@ def message(schedule: Schedule) -> list[str]:
 
 
 def test_a_hazard_is_explained_and_marked_in_the_table() -> None:
-    lines = message(edited(build(Spec()), "forward: 2PREFETCH@0 waits for tokens"))
+    lines = message(edited(built(), "forward: 2PREFETCH@0 waits for tokens"))
     assert lines[:7] == [
         "schedule 'model' has 1 hazard:",
-        "  forward: 0F reads stage 'layers.0' bucket 0 in slot 0, but 2PREFETCH@0 may overwrite it "
+        "  forward: 0F reads stage 'unit 0' bucket 0 in slot 0, but 2PREFETCH@0 may overwrite it "
         "first: no edge orders 0F before it; add after=(0F) to 2PREFETCH@0",
         "",
         "forward",
@@ -48,7 +48,7 @@ def test_a_hazard_is_explained_and_marked_in_the_table() -> None:
         "   0 | 0PREFETCH@0 1PREFETCH@1 | 0F      |      <-- 0F: slot overwritten",
         "   1 | 2PREFETCH@0             | 1F      |      <-- 2PREFETCH@0: slot overwritten",
     ]
-    schedule = build(Spec(stages=8))
+    schedule = built(stages=8)
     lines = message(replace(schedule, slots=schedule.slots[:1]))
     assert lines[0] == "schedule 'model' has 8 hazards:"
     assert lines[6] == "  ... and 3 more"

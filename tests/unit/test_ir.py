@@ -23,10 +23,9 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.verify.proof import hazards
-from tests.edits import edited
+from tests.edits import edited, find
 from tests.layouts import layout_of
-from tests.planned import planned
-from tests.schedules import EVERYTHING, Spec, build, find
+from tests.planned import EVERYTHING, built, planned
 
 CPU = torch.device("cpu")
 BUCKET = Bucket(0, "layers.3", (), 0, "3")
@@ -50,7 +49,7 @@ def test_every_op_has_the_stream_and_label_that_are_documented() -> None:
 
 def _arguments(function: Callable[..., Any]) -> tuple[object, ...]:
     """Positional arguments for the label of an op on stage 3, its bucket and slot 1."""
-    values = {"stage": build(Spec()).stages[3], "bucket": BUCKET, "slot": Slot(1, 0)}
+    values = {"stage": built().stages[3], "bucket": BUCKET, "slot": Slot(1, 0)}
     return tuple(values.get(name) for name in inspect.signature(function).parameters)
 
 
@@ -104,9 +103,9 @@ def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("spec", [Spec(training=False), EVERYTHING], ids=str)
-def test_a_copy_says_the_same_with_nodes_of_its_own(spec: Spec) -> None:
-    schedule = build(spec)
+@pytest.mark.parametrize("spec", [{"training": False}, EVERYTHING], ids=str)
+def test_a_copy_says_the_same_with_nodes_of_its_own(spec: dict[str, Any]) -> None:
+    schedule = built(**spec)
     copied = schedule.copy()
     before = list(map(shape_of, schedule.graphs.values()))
     assert before == list(map(shape_of, copied.graphs.values()))
@@ -123,7 +122,7 @@ def test_a_copy_says_the_same_with_nodes_of_its_own(spec: Spec) -> None:
 
 
 def test_names_that_python_has_too_survive_a_copy() -> None:
-    schedule = build(Spec(training=False))
+    schedule = built(training=False)
     graph = schedule.forward
     with graph.inserting_before(next(iter(graph.nodes))):
         for name in ("len", "x_1", "forward", "float", "_x"):

@@ -16,7 +16,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
-from tests.schedules import MOMENTS, STATE, WEIGHT, Spec, build
+from tests.planned import built
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
 
@@ -90,22 +90,22 @@ def _size(node: fx.Node) -> int:
     return tensors_bytes(node.meta.get("value"))
 
 
-SPECS = [
-    Spec(stages=6, slots=3, reuse=True),
-    Spec(stages=6, keep=frozenset({0, 2, 5})),
-    Spec(accumulate=True),
-    Spec(norms=True),
-    Spec(update=True, masters=True, stages=5),
-    Spec(changes=frozenset({1}), random=frozenset({2})),
-    Spec(shared=True),
-    Spec(training=False),
-    Spec(device=frozenset({0, 2}), helps=True),
+SPECS: list[dict[str, Any]] = [
+    {"stages": 6, "slots": 3, "reuse": True},
+    {"stages": 6, "keep": {0, 2, 5}},
+    {"accumulate": True},
+    {"inductor": True},
+    {"update": True, "compute_dtype": torch.bfloat16, "stages": 5},
+    {"changes": {1}, "random": {2}},
+    {"reads": {3: "3 0"}},
+    {"training": False},
+    {"device_update": {0, 2}, "helps": True},
 ]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_hand_made_schedules_match_the_replay(spec: Spec) -> None:
-    schedule = build(spec)
+def test_schedules_match_the_replay(spec: dict[str, Any]) -> None:
+    schedule = built(**spec)
     found = [moment.total_bytes for moment in device_memory(schedule).moments]
     assert found == replay(schedule)
 
@@ -118,20 +118,22 @@ def moment(schedule: Schedule, graph: str, label: str) -> MemoryMoment:
 def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
     """States of a bucket whose copy the next forward need not wait for; of two graphs: the later
     one's backward runs first, and both have deferred at the end."""
-    schedule = build(Spec(stages=4, update=True))
-    deferred = len(ops.nodes_of(schedule.graphs["backward"], ops.defer_free)) * STATE.size_bytes
+    schedule = built(update=True)
+    backward = schedule.graphs["backward"]
+    values = [ops.arguments(n)[0] for n in ops.nodes_of(backward, ops.defer_free)]
+    deferred = sum(_size(value) for value in values if value.target is ops.update)
     moments = device_memory([schedule, schedule]).moments
     forwards = [m.live_bytes[MemoryKind.STATES] for m in moments if m.graph == "forward"]
     assert deferred > 0 and forwards == [2 * deferred] * 3 + [0] * 5
     found = [m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE")]
     states = [m.live_bytes[MemoryKind.STATES] for m in found]
-    assert states == [MOMENTS.size_bytes, deferred + MOMENTS.size_bytes], "the second's new ones"
+    assert states == [states[0], deferred + states[0]], "the second's new ones"
 
 
 def test_slots_are_shared_by_captured_graphs() -> None:
-    schedule = build(Spec(slots=3))
+    schedule = built(slots=3)
     both = device_memory([schedule, schedule])
-    assert both.moments[0].live_bytes[MemoryKind.SLOTS] == 3 * WEIGHT.size_bytes
+    assert both.moments[0].live_bytes[MemoryKind.SLOTS] == 3 * schedule.buckets[0].size_bytes
     # the first graph's activations wait for the second one's backward
     one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[MemoryKind.ACTIVATIONS]
     boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
@@ -159,13 +161,13 @@ COSTS: list[tuple[OptimizerCost | None, dict[MemoryKind, int], int]] = [
 def test_host_bytes_a_parameter(
     cost: OptimizerCost | None, expected: dict[MemoryKind, int], moved: int
 ) -> None:
-    schedule = build(Spec(update=cost is not None and cost.in_backward))
+    schedule = built(update=cost is not None and cost.in_backward, dtype=torch.bfloat16)
     numel = sum(p.numel for b in schedule.buckets for p in b.params)
     found = host_memory(schedule, cost)
     assert {kind: n for kind, n in found.items() if n} == {
         k: n * numel for k, n in expected.items()
     }
-    assert set(host_memory(build(Spec(training=False)), cost)) <= {P, M}
+    assert set(host_memory(built(training=False, dtype=torch.bfloat16), cost)) <= {P, M}
     if cost is not None:
         updates = host_updates(schedule, cost)
         assert [u.bucket.label for u in updates] == (["0", "1", "2", "3"] if moved else [])

@@ -13,25 +13,26 @@ from typing import Any
 
 import networkx as nx
 import pytest
+import torch
 from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
-from tests.planned import planned, rows
-from tests.schedules import EVERYTHING, Spec, build, find
+from tests.edits import find
+from tests.planned import EVERYTHING, built, planned, rows
 
-SPECS = [
-    Spec(),
-    Spec(training=False, changes=frozenset({1})),
-    Spec(shared=True),
-    Spec(reuse=True, random=frozenset({0, 2})),
+SPECS: list[dict[str, Any]] = [
+    {},
+    {"training": False, "changes": {1}},
+    {"reads": {3: "3 0"}},
+    {"reuse": True, "random": {0, 2}},
     EVERYTHING,
-    Spec(device=frozenset({0, 2}), resident=frozenset({1}), helps=True),
-    replace(EVERYTHING, update=True),
-    Spec(stages=3, update=True, masters=True, accumulate=True),
-    Spec(stages=12, slots=3, changes=frozenset(range(12))),  # with long lines
+    {"device_update": {0, 2}, "resident": {1}, "helps": True},
+    {**EVERYTHING, "update": True},
+    {"stages": 3, "update": True, "compute_dtype": torch.bfloat16, "accumulate": True},
+    {"stages": 12, "slots": 3, "changes": range(12)},  # with long lines
 ]
 
 
@@ -149,8 +150,8 @@ def function(schedule: Schedule, name: str) -> str:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_code_makes_the_calls_of_the_graph(spec: Spec) -> None:
-    schedule = build(spec)
+def test_the_code_makes_the_calls_of_the_graph(spec: dict[str, Any]) -> None:
+    schedule = built(**spec)
     for name in schedule.graphs:
         check(schedule, name)
         lines = [line.split("  #")[0].rstrip() for line in function(schedule, name).splitlines()]
@@ -159,7 +160,7 @@ def test_the_code_makes_the_calls_of_the_graph(spec: Spec) -> None:
 
 def test_many_results_are_returned_in_valid_code() -> None:
     """Around the line's width a returned pair needs its parentheses."""
-    schedule = build(Spec())
+    schedule = built()
     for count in range(1, 40):
         graph = fx.Graph()
         inputs = [graph.placeholder(f"x{i}") for i in range(count)]
@@ -169,7 +170,7 @@ def test_many_results_are_returned_in_valid_code() -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\f", "\0", "\u2028", "\udc80", "'\n"])
 def test_names_from_outside_stay_within_their_comments(end: str) -> None:
-    schedule = build(Spec(stages=3))
+    schedule = built(stages=3)
     name = f"A{end}import os{end}#"
     for stage in schedule.stages:
         object.__setattr__(stage, "name", f"layers.{name}")
@@ -179,12 +180,12 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
     assert [type(part) for part in ast.parse(text).body] == [ast.FunctionDef] * 3
     head = text[: text.index("\ndef ")].splitlines()
     assert all(line.startswith("#") for line in head if line)
-    for shown in (text, schedule.table(), schedule.diff(build(Spec()))):
+    for shown in (text, schedule.table(), schedule.diff(built())):
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
 def test_variables_shadow_neither_ops_nor_objects() -> None:
-    schedule = build(Spec(stages=2, training=False))
+    schedule = built(stages=2, training=False)
     x, begin = schedule.forward.find_nodes(op="placeholder")[0], find(schedule, "forward", "BEGIN")
     x.name, begin.name = "stage_0", "wait"
     find(schedule, "forward", "0F").name = "prefetch"
@@ -192,43 +193,43 @@ def test_variables_shadow_neither_ops_nor_objects() -> None:
 
 
 def test_what_nobody_takes_is_dropped() -> None:
-    schedule = build(Spec(stages=2))
+    schedule = built(stages=2)
     backward = schedule.graphs["backward"]
-    item, last = (find(schedule, "backward", name) for name in ("d0_0", "s0_1"))
+    item, last = (find(schedule, "backward", name) for name in ("d0_0", "s0_1_again"))
     backward.output_node().args = (((None,), (), ()),)
     for dropped in (item, last):
         for free in [user for user in dropped.users if user.target is ops.free]:
             backward.erase_node(free)
-    last.replace_all_uses_with(find(schedule, "backward", "s0_0"))
+    last.replace_all_uses_with(find(schedule, "backward", "s0_0_again"))
     for dropped in (item, last):
         backward.erase_node(dropped)
     code = function(schedule, "backward")
-    assert "s0_0, _ = recompute(stage_0" in code
-    assert re.search(r"_, d0_1 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
+    assert "s0_0_again, _ = recompute(stage_0" in code
+    assert re.search(r"_, g0_0 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
 
 
 def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
-    schedule = build(Spec(stages=3, training=False))
+    schedule = built(stages=3, training=False)
     third = find(schedule, "forward", "2PREFETCH@0")
     third.kwargs = {"after": (find(schedule, "forward", "0F"),)}
-    assert "forward_ = y0_0, = forward(stage_0" in function(schedule, "forward")
+    assert "f0 = y0_0, = forward(stage_0" in function(schedule, "forward")
     recorder, _ = run(schedule, "forward")
     assert "call 4[0]" in recorder.alive[-2], "1F reads y0_0"
     assert "call 4[0]" not in recorder.alive[-1], "2F does not"
 
 
 def test_the_table_has_a_row_for_each_step() -> None:
-    text = build(Spec(stages=2, update=True)).table()
+    text = built(stages=2, update=True).table()
     assert text.partition("backward\n")[2] == (
         """\
-step | h2d                                  | compute    | d2h
-   0 | 1PREFETCH@0 0PREFETCH@1 1FETCH_STATE | 1RECOMPUTE
-   1 |                                      | 1B
-   2 |                                      | 1UPDATE
-   3 | 0FETCH_STATE                         | 0RECOMPUTE | 1OFFLOAD_STATE
-   4 |                                      | 0B
-   5 |                                      | 0UPDATE
-   6 |                                      |            | 0OFFLOAD_STATE"""
+step | h2d                                               | compute            | d2h
+   0 | 1PREFETCH@0 0PREFETCH@1 1FETCH_STATE 0FETCH_STATE | 1RECOMPUTE
+   1 |                                                   | 1B
+   2 |                                                   | 1NORM_GRAD 1UPDATE
+   3 |                                                   | 0RECOMPUTE         | 1OFFLOAD_STATE
+   4 |                                                   | 0B
+   5 |                                                   | 0NORM_GRAD 0UPDATE
+   6 |                                                   |                    | 0OFFLOAD_STATE"""
     )
 
 
@@ -247,23 +248,24 @@ def test_a_diff_has_a_line_for_each_stage_or_bucket_that_changes() -> None:
         "   2 unit 2 | 2UPDATE",
         "+  0 unit 0 | 0UPDATE 0OFFLOAD_STATE",
     ]
-    before = build(Spec(stages=3, training=False))
+    before = built(stages=3, training=False)
     after = before.copy()
     find(after, "forward", "2PREFETCH@0").kwargs = {"after": (find(after, "forward", "1F"),)}
     assert before.diff(after).splitlines() == [
-        "--- model: 3 stages by slots",
-        "+++ model: 3 stages by slots",
+        "--- model: 3 stages by tokens",
+        "+++ model: 3 stages by tokens",
         "@@ -1,4 +1,4 @@",
         " forward",
-        "   0 layers.0 | 0PREFETCH@0 1PREFETCH@1 0F",
-        "-  1 layers.1 | 2PREFETCH@0(after=0F) 1F",
-        "+  1 layers.1 | 2PREFETCH@0(after=1F) 1F",
-        "   2 layers.2 | 2F",
+        "   0 unit 0 | 0PREFETCH@0 1PREFETCH@1 0F",
+        "-  1 unit 1 | 2PREFETCH@0(after=0F) 1F",
+        "+  1 unit 1 | 2PREFETCH@0(after=1F) 1F",
+        "   2 unit 2 | 2F",
     ]
 
 
 def test_the_head_of_a_diff_tells_what_the_schedules_were_made_with() -> None:
-    before = build(Spec(stages=3))
+    before = built(stages=3, reuse=True)
+    before = replace(before, history=before.history[-1:])
     after = replace(
         before,
         plan=rows(3, {1}, reasons=("there is room",)),
@@ -272,11 +274,11 @@ def test_the_head_of_a_diff_tells_what_the_schedules_were_made_with() -> None:
         reused=((0, before.buckets[0]),),
     )
     assert before.diff(after).splitlines()[2:] == [
-        "# passes: slots -> slots, free",
+        "# passes: tokens -> tokens, free",
         "# kept, not recomputed: none -> 1",
         "# plan: none -> there is room",
-        "# slots: 2 of 256 B -> 3 of 384 B",
-        "# left in the slots by the forward: none -> 0@0",
+        "# slots: 2 of 512 B -> 3 of 640 B",
+        "# left in the slots by the forward: 2@0, 1@1 -> 0@0",
     ]
     far, near = (planned("0F 1F 2F 3F 4F", reads={3: "2"}, lookahead=k) for k in (2, 1))
     assert "# lookahead: 2 -> 1" in far.diff(near).splitlines()
@@ -293,7 +295,7 @@ def test_tokens_are_edges_around_the_step_and_streams_of_the_update_have_no_orde
     assert {("0OFFLOAD_STATE", "0PREFETCH@0"), ("2UPDATE", "2PREFETCH@2")} < tokens
     assert {("0OFFLOAD_STATE", "0FETCH_STATE"), ("1OFFLOAD_GRAD", "1UPDATE")} < tokens
     assert len(tokens) == 8
-    schedule = build(Spec(stages=3, helps=True))
+    schedule = built(stages=3, helps=True)
     graph = schedule.to_networkx()
     assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
     assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
@@ -301,7 +303,7 @@ def test_tokens_are_edges_around_the_step_and_streams_of_the_update_have_no_orde
 
 
 def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
-    graph = build(Spec(stages=3, training=False)).to_networkx()
+    graph = built(stages=3, training=False).to_networkx()
     assert edges(graph, "data") >= {("0PREFETCH@0", "0F"), ("0F", "1F"), ("1F", "2F")}
     assert edges(graph, "after") == {
         ("BEGIN", "0PREFETCH@0"),
@@ -312,7 +314,7 @@ def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
     assert edges(graph, "boundary") == set()
     (prefetch,) = [d for _, d in graph.nodes(data=True) if d["label"] == "2PREFETCH@0"]
     of_it = {"op": "prefetch", "graph": "forward", "stream": "h2d", "stage": 2, "slot": 0}
-    assert (of_it | {"module": "layers.2", "bytes": 128}).items() <= prefetch.items()
+    assert (of_it | {"module": "unit 2", "bytes": 256}).items() <= prefetch.items()
     nx.write_graphml(graph, tmp_path / "schedule.graphml")
     again = nx.read_graphml(tmp_path / "schedule.graphml", force_multigraph=True)
     assert set(again.nodes) == set(graph.nodes)
@@ -320,7 +322,7 @@ def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
 
 
 def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
-    schedule = replace(build(Spec()), name='a "name" \\')
+    schedule = replace(built(), name='a "name" \\')
     text = schedule.to_dot()
     assert text.startswith('digraph "a \\"name\\" \\\\" {')
     graph = schedule.to_networkx()

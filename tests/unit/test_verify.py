@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megacompile import Activations
 from megacompile.errors import ScheduleError
@@ -20,39 +22,35 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.verify.proof import HazardKind, hazards, verify
-from tests.edits import edited, free_of, wait
-from tests.planned import planned
-from tests.schedules import EVERYTHING, Spec, build, find
+from tests.edits import edited, find, free_of, wait
+from tests.planned import EVERYTHING, built, planned
 
-STEPPING = Spec(device=frozenset({0}), resident=frozenset({3}), helps=True, norms=True)
-SPECS = {
-    "plain": Spec(),
-    "two stages": Spec(stages=2),
-    "adding": Spec(accumulate=True),
-    "shared": Spec(shared=True),
-    "late": Spec(shared=True, late=True),
-    "holding": Spec(reuse=True),
-    "random": Spec(random=frozenset({1, 2})),
-    "keeping": Spec(keep=frozenset({2})),
-    "changing": Spec(changes=frozenset({1})),
-    "inference": Spec(training=False),
-    "two stages, inference": Spec(stages=2, training=False),
-    "norms": Spec(norms=True),
-    "updating": Spec(update=True),
-    "updating, masters": Spec(update=True, masters=True),
-    "updating, adding": Spec(update=True, accumulate=True),
-    "updated norms": Spec(update=True, norms=True, accumulate=True),
-    "shared, updating": Spec(shared=True, update=True),
-    "offloading": Spec(offload=frozenset({1, 2})),
-    "kept there": Spec(offload=frozenset({1, 2}), keep=frozenset({1, 2})),
+SHARED: dict[str, Any] = {"reads": {3: "3 0"}}
+STEPPING: dict[str, Any] = {"device_update": {0}, "resident": {3}, "helps": True}
+SPECS: dict[str, dict[str, Any]] = {  # options of `built`
+    "plain": {},
+    "two stages": {"stages": 2},
+    "adding": {"accumulate": True},
+    "shared": SHARED,
+    "holding": {"reuse": True},
+    "random": {"random": {1, 2}},
+    "keeping": {"keep": {2}},
+    "changing": {"changes": {1}},
+    "inference": {"training": False},
+    "two stages, inference": {"stages": 2, "training": False},
+    "norms": {"inductor": True},
+    "updating": {"update": True},
+    "updating, masters": {"update": True, "compute_dtype": torch.bfloat16},
+    "updating, adding": {"update": True, "accumulate": True},
+    "offloading": {"offload": {1, 2}},
+    "kept there": {"offload": {1, 2}, "keep": {1, 2}},
     "stepping": STEPPING,
-    "stepping, no norms": replace(STEPPING, norms=False),
-    "stepping, two on the device": replace(STEPPING, device=frozenset({0, 1})),
-    "shared, on the device": Spec(shared=True, device=frozenset({0})),
+    "stepping, two on the device": {**STEPPING, "device_update": {0, 1}},
+    "shared, on the device": {**SHARED, "device_update": {0}},
 }
 
 LINE = "0F 1F 2F 3F 4F"
-PLANS: dict[str, Callable[[], Schedule]] = {  # by the product's passes, of what no `Spec` has
+PLANS: dict[str, Callable[[], Schedule]] = {
     "ranks": lambda: planned("0F 1F 2F", ranks=3),
     "ranks, adding": lambda: planned("0F 1F 2F", ranks=3, accumulate=True, inductor=True),
     "ranks, few slots": lambda: planned("0F 1F 2F 3F", ranks=3, lookahead=1),
@@ -74,7 +72,7 @@ PLANS: dict[str, Callable[[], Schedule]] = {  # by the product's passes, of what
 @functools.cache
 def right(name: str) -> Schedule:
     """A correct schedule; edits are made in copies."""
-    return build(SPECS[name]) if name in SPECS else PLANS[name]()
+    return built(**SPECS[name]) if name in SPECS else PLANS[name]()
 
 
 @dataclass(frozen=True)
@@ -142,10 +140,10 @@ def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
 
 def offload_first_part(schedule: Schedule) -> None:
     """Offload the gradients of the shared bucket before 0B has added its own."""
-    graph, part = schedule.graphs["backward"], find(schedule, "backward", "d3_2")
+    graph, part = schedule.graphs["backward"], find(schedule, "backward", "g0_3")
     with graph.inserting_after(part):
         offload = ops.call(graph, ops.offload_grad, schedule.buckets[0], part)
-    wait(free_of(graph, "d3_2"), [offload])
+    wait(free_of(graph, "g0_3"), [offload])
     last = find(schedule, "backward", "0B")
     last.args = (*ops.arguments(last)[:5], ())
 
@@ -153,7 +151,7 @@ def offload_first_part(schedule: Schedule) -> None:
 def forget_offload(schedule: Schedule) -> Schedule:
     """Save the value itself instead of its copy on the host."""
     backward = schedule.graphs["backward"]
-    for name in ("alloc_saved_1", "y0_0_host"):
+    for name in ("y0_0_buf", "y0_0_host"):
         backward.erase_node(free_of(backward, name))
     fetch, on_host = (find(schedule, "backward", name) for name in ("1FETCH_SAVED", "y0_0_host"))
     buffer = find(schedule, "backward", "1ALLOC_SAVED")
@@ -171,13 +169,13 @@ def forget_offload(schedule: Schedule) -> Schedule:
 
 def update_in_both(schedule: Schedule) -> Schedule:
     """Update each bucket in the backward and in the step."""
-    return replace(schedule, update=build(Spec()).update)
+    return replace(schedule, update=built().update)
 
 
 def leave_partial_gradients(schedule: Schedule) -> Schedule:
     """Leave only the first contributor's gradients of the shared bucket."""
     backward, update = schedule.graphs["backward"], schedule.graphs["update"]
-    partial, whole = (find(schedule, "backward", name) for name in ("d3_2", "d0_1"))
+    partial, whole = (find(schedule, "backward", name) for name in ("g0_3", "g0_0"))
     backward.erase_node(free_of(backward, partial.name))
     gradients, left, tokens = ops.returned(backward)
     left = tuple(partial if n is whole else n for n in left)
@@ -201,34 +199,35 @@ EDITS: dict[str, Callable[[Schedule], Schedule | None]] = {
 
 # What is right.
 
-RIGHT = [
+RIGHT: list[dict[str, Any]] = [
     *SPECS.values(),
-    Spec(stages=1),
-    Spec(stages=2, slots=2, reuse=True, shared=True),
-    Spec(resident=frozenset({0, 1, 2, 3})),
-    Spec(device=frozenset({0, 1, 2, 3}), reuse=True),
-    Spec(update=True, offload=frozenset({1, 2, 3}), keep=frozenset({3})),
-    Spec(shared=True, late=True, accumulate=True, device=frozenset({0, 1})),
-    replace(STEPPING, accumulate=True, shared=True),
-    replace(EVERYTHING, norms=True),
-    replace(EVERYTHING, update=True, masters=True),
-    replace(EVERYTHING, offload=frozenset({0, 1, 2, 3})),
+    {"stages": 1},
+    {"stages": 2, "reuse": True, "reads": {1: "1 0"}},
+    {"resident": {0, 1, 2, 3}},
+    {"device_update": {0, 1, 2, 3}, "reuse": True},
+    {"update": True, "offload": {1, 2, 3}, "keep": {3}},
+    {**SHARED, "update": True},
+    {**SHARED, "still": (0,), "accumulate": True, "device_update": {0, 1}},
+    {**STEPPING, **SHARED, "accumulate": True},
+    {**EVERYTHING, "inductor": True},
+    {**EVERYTHING, "update": True, "compute_dtype": torch.bfloat16},
+    {**EVERYTHING, "offload": {0, 1, 2, 3}},
 ]
 
 
 def test_a_correct_schedule_has_no_hazards() -> None:
     for spec in RIGHT:
-        assert hazards(build(spec)) == [], str(spec)
+        assert hazards(built(**spec)) == [], str(spec)
     for name in PLANS:
         verify(right(name))
 
 
 def test_it_ends_on_values_that_are_made_of_one_another() -> None:
-    schedule = build(Spec(accumulate=True))
+    schedule = built(accumulate=True)
     total, fetched = (find(schedule, "backward", label) for label in ("2ADD_GRAD", "2FETCH_GRAD"))
     fetched.args = (ops.arguments(fetched)[0], total)
     assert HazardKind.USE_BEFORE_MADE in {hazard.kind for hazard in hazards(schedule)}
-    schedule = build(Spec(changes=frozenset({1})))
+    schedule = built(changes={1})
     assign = find(schedule, "forward", "ASSIGN")
     assign.args = (ops.arguments(assign)[0], ops.arguments(assign)[0])
     assert HazardKind.CHANGE_LOST in {hazard.kind for hazard in hazards(schedule)}
@@ -236,9 +235,9 @@ def test_it_ends_on_values_that_are_made_of_one_another() -> None:
 
 def test_memory_lives_as_long_as_one_of_its_names() -> None:
     """A buffer, the value fetched into it and the sum over that share one memory."""
-    schedule = build(Spec(accumulate=True))
+    schedule = built(accumulate=True)
     graph = schedule.graphs["backward"]
-    frees = [free_of(graph, name) for name in ("alloc_grad_1", "fetch_grad_1", "add_grad_1")]
+    frees = [free_of(graph, name) for name in ("buf_g2", "h2", "sum2")]
     find(schedule, "backward", "2FETCH_GRAD").append(frees[0])  # while it is being filled
     find(schedule, "backward", "2OFFLOAD_GRAD").append(frees[2])  # while it is being read
     frees[1].kwargs = frees[2].kwargs
@@ -251,18 +250,18 @@ def test_memory_lives_as_long_as_one_of_its_names() -> None:
 
 def test_what_is_deferred_lives_until_its_copy_is_done() -> None:
     """Another name of the memory may be freed after the deferred free."""
-    schedule = build(Spec(update=True))
+    schedule = built(update=True)
     graph = schedule.graphs["backward"]
-    graph.output_node().prepend(free_of(graph, "fetch_state_3"))
+    graph.output_node().prepend(free_of(graph, "s0"))
     assert hazards(schedule) == []
-    free_of(graph, "update_3").kwargs = {}
+    free_of(graph, "new0").kwargs = {}
     assert said(schedule) == ["freed too early: backward 0OFFLOAD_STATE, FREE"]
 
 
 def test_a_drain_is_safe_wherever_it_is() -> None:
     """It frees memory that an earlier graph deferred, which has no name here."""
     for name in ("forward", "backward"):
-        schedule = build(Spec(update=True))
+        schedule = built(update=True)
         graph = schedule.graphs[name]
         for place in [n for n in graph.nodes if n.op != "placeholder"]:
             with graph.inserting_before(place):
