@@ -1,41 +1,17 @@
-"""Captures a module with Dynamo on the CPU and binds its parameters to units, without a runtime.
-
-What `megacompile.runtime` does with proxies and host buckets, on plain parameters: enough to give
-a pass a real graph.
-"""
+"""Graphs that Dynamo captures of modules on the CPU, without a runtime, and modules for that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacompile.ir import ops
-from megacompile.ir.buckets import Unit
-from megacompile.ir.capture import (
-    Ambient,
-    Capture,
-    ConstantInput,
-    GraphInput,
-    ParamInput,
-    TensorInput,
-)
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import TensorMeta
-from megacompile.options import Lowering
-from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.stages.partition import partition
-from megacompile.passes.stages.templates import trace_templates
-from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
-from megacompile.passes.stages.writes import find_writes, has_own_backwards
-from tests.planned import passed
-
-CPU = torch.device("cpu")
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 
 
 class Layer(nn.Module):
@@ -97,81 +73,12 @@ class Counting(nn.Module):
         return out.tanh()
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A captured graph, what it was called with, and the units of its model."""
-
-    model: nn.Module
-    capture: Capture
-    units: tuple[Unit, ...]
-    inputs: tuple[Any, ...]  # of the captured graph
-
-    def differentiated(self) -> Schedule:
-        """Forward and backward; the first output gets a gradient, if it can."""
-        ambient, cache = self.capture.ambient, dict[Any, Any]()
-        given: dict[str, Any] = {"ambient": ambient, "cache": cache, "lowering": Lowering.EAGER}
-        schedule = partition(self.capture, self.units)
-        if has_own_backwards(schedule):
-            schedule = find_writes(schedule, **given)
-        output: Any = ops.returned(schedule.forward)[0][0]
-        able = ambient.grad_enabled and output.meta["value"].requires_grad
-        schedule = trace_templates(replace(schedule, tangents=(0,) if able else ()), **given)
-        return differentiate(schedule)
-
-    def build(self, **options: Any) -> Schedule:
-        """The schedule behind every pass but `lower`; `options` are those of `passed`."""
-        return passed(self.differentiated(), **options)
-
-
-def capture(
-    model: nn.Module,
-    *args: Any,
-    limit_bytes: int = UNIT_LIMIT_BYTES,
-    ranks: int = 1,
-    replicas: int = 1,
-    **kwargs: Any,
-) -> Captured:
+def capture(model: nn.Module, *args: Any, **kwargs: Any) -> AbstractProgram:
     """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed."""
-
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        del examples
-
-        def stop(*inputs: Any) -> Any:
-            raise _Stop(module, inputs, Ambient.current(CPU))
-
-        return stop
-
-    def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips frames of torch.nn itself
-        return model(*args, **kwargs)
-
-    torch.compiler.reset()
-    try:
-        torch.compile(call, backend=backend)(*args, **kwargs)
-    except _Stop as stopped:
-        module, inputs, ambient = stopped.args
-    else:
-        raise AssertionError(f"Dynamo captured nothing of {type(model).__name__}")
-    units = find_units(model, limit_bytes=limit_bytes, ranks=ranks, replicas=replicas)
-    places = {
-        id(model.get_parameter(param.name)): (unit.bucket, i)
-        for unit in units
-        for i, param in enumerate(unit.bucket.params)
-    }
-    bound = tuple(_bind(value, places) for value in inputs)
-    return Captured(
-        model, Capture(type(model).__name__, module, bound, CPU, ambient), units, inputs
-    )
+    options = abstract_options(device="cpu", lowering="eager")
+    return abstract_programs(model, args, kwargs, options=options)[0]
 
 
-class _Stop(Exception):
-    """Carries what a captured graph was called with."""
-
-
-def _bind(value: Any, places: dict[int, Any]) -> GraphInput:
-    if id(value) in places:
-        bucket, i = places[id(value)]
-        return ParamInput(bucket, i, value.requires_grad)
-    if isinstance(value, Tensor):
-        return TensorInput(TensorMeta.of(value))
-    assert isinstance(value, (int, float, bool)), value
-    return ConstantInput(value)
+def differentiated(captured: AbstractProgram) -> Schedule:
+    """Its forward and backward."""
+    return captured.compiler.pipeline.differentiated(*captured.planned())

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from megacompile.ir.schedule import Schedule
 from tests import inside, nets
-from tests.capturing import capture
+from tests.capturing import capture, differentiated
 from tests.draws import examples
 from tests.nets import Choice, Net
+from tests.planned import passed
 from tests.planned import planned as planned_line
 from tests.subject import Counts, InOrder, Subject, plain_refuses
 
@@ -52,9 +53,9 @@ def planned(count: int, seed: int) -> list[Schedule]:
             return
         rng = random.Random(chosen)
         inputs: dict[str, Any] = {**nets.data(net, 0)}
-        captured = capture(nets.build(net), **inputs)
+        graphs = differentiated(capture(nets.build(net), **inputs))
         for _ in range(2):  # tracing takes most of the time
-            found.append(captured.build(**_plan(rng, len(captured.units))))
+            found.append(passed(graphs, **_plan(rng, len(graphs.buckets))))
 
     examples(one, nets.nets(), st.integers(0, 2**30), count=2 * count, seed=seed, shrink=False)
     return found

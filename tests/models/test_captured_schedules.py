@@ -22,17 +22,16 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from tests import inside
-from tests.capturing import Captured, Counting, Net, capture
+from tests.capturing import Counting, Net, capture, differentiated
 from tests.planned import passed, rows
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-def build(captured: Captured, offload: Collection[int], **options: Any) -> Schedule:
+def build(graphs: Schedule, offload: Collection[int], **options: Any) -> Schedule:
     """The schedule of a plan by which these stages offload what they save, proved safe."""
-    schedule = captured.differentiated()
-    plan = rows(len(schedule.stages), offload=offload)
-    schedule = passed(schedule, plan=plan, lookahead=1, **options)
+    plan = rows(len(graphs.stages), offload=offload)
+    schedule = passed(graphs, plan=plan, lookahead=1, **options)
     inside.prove(schedule)
     return schedule
 
@@ -48,8 +47,8 @@ def _skips(net: Net, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def skips() -> Captured:
-    return capture(Net(_skips, depth=6), X)
+def skips() -> Schedule:
+    return differentiated(capture(Net(_skips, depth=6), X))
 
 
 def on_host(schedule: Schedule) -> list[str]:
@@ -82,30 +81,30 @@ def test_what_is_returned_to_the_user_stays() -> None:
         middle = net.layers[1](net.layers[0](net.embed(x)))
         return net.head(net.layers[2](middle)).mean(), middle
 
-    schedule = build(capture(Net(both), X), range(4))
+    schedule = build(differentiated(capture(Net(both), X)), range(4))
     outputs, _ = ops.returned(schedule.forward)
     taken = [node.all_input_nodes[0] for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
     assert taken and outputs[1] not in taken
 
 
 def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits() -> None:
-    captured = capture(nn.Sequential(Counting(), Counting(), Counting()), X)
-    schedule = captured.build(keep_last=False)
+    graphs = differentiated(capture(nn.Sequential(Counting(), Counting(), Counting()), X))
+    schedule = passed(graphs, keep_last=False)
     assert schedule.backward is not None
     for node in ops.nodes_of(schedule.backward, ops.recompute):
         taken = [value.name for value in ops.arguments(node)[2] if value]
         assert taken[-1].endswith("_old")
-    schedule = build(captured, {0, 1}, keep_last=False)
+    schedule = build(graphs, {0, 1}, keep_last=False)
     assert any(name.endswith("_old_host") for name in on_host(schedule))
     assert ops.actions(schedule.forward).count("SNAPSHOT") == 3
 
 
 def test_device_memory_does_not_grow_with_depth() -> None:
     """Neither at the boundary nor at its peak; recomputed from the device it does."""
-    captured = [capture(Net(Net.chain, depth=depth), X) for depth in (6, 12)]
+    graphs = [differentiated(capture(Net(Net.chain, depth=depth), X)) for depth in (6, 12)]
 
     def sizes(activations: str) -> list[tuple[int, ...]]:
-        schedules = [each.build(activations=activations, lookahead=1) for each in captured]
+        schedules = [passed(each, activations=activations, lookahead=1) for each in graphs]
         return [(_held(s), *map(_peak_bytes, s.graphs.values())) for s in schedules]
 
     less, more = sizes("offload")

@@ -20,8 +20,8 @@ from megacompile.ir.plan import Choice, Plan, SavedPart
 from megacompile.passes.stages.units import find_units
 from megacompile.verify.proof import verify
 from tests.actions import apply, parse
-from tests.capturing import capture
-from tests.planned import PASSES, planned, rows
+from tests.capturing import capture, differentiated
+from tests.planned import PASSES, passed, planned, rows
 from tests.zoo import Tower
 
 KIB = 1024
@@ -224,10 +224,10 @@ def test_a_plan_keeps_half_of_what_stages_on_the_host_save() -> None:
 def test_what_stays_under_another_name_is_not_copied() -> None:
     """A relu saves its output. It is on the device for the next stage, or goes as its input."""
     layers = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(6))
-    captured = capture(Tower(layers), torch.randn(2, 4))
+    graphs = differentiated(capture(Tower(layers), torch.randn(2, 4)))
     for on_host in (frozenset({1}), frozenset({1, 2})):
         plan = rows(6, on_host | {5}, offload=on_host)
-        schedule = captured.build(lookahead=1, plan=plan)
+        schedule = passed(graphs, lookahead=1, plan=plan)
         verify(schedule)
         of_stage = {stage.index: stage for stage in schedule.stages}
         assert of_stage[1].traced.saved, "there is what could be copied"
