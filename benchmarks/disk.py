@@ -30,11 +30,10 @@ from typing import Any
 import torch
 
 from benchmarks.report import publish
-from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
+from megacompile.runtime.device.buffers import DiskBuffer, HostBuffer
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import Transfers, Way
+from megacompile.runtime.disk.transfers import Disk, Way
 
 _DEPTH = 8  # requests in flight of io_uring and libaio
 _CHUNK = 4 * 2**20
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     args = parser.parse_args(argv)
     size = int(args.gib * 2**30) // _CHUNK * _CHUNK
     disk = Disk(ScratchFile(args.folder))
-    buffer, memory = disk.buffer(size), HostBuffer(size, pin=False)
+    buffer, memory = DiskBuffer(size, disk.file), HostBuffer(size, pin=False)
     memory.bytes(size).random_(generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, object]] = []
     for name, make in _ways(disk, buffer, memory):
@@ -135,16 +134,14 @@ def _threads(
     *,
     direct: bool = True,
 ) -> Run:
-    there = Disk(disk.file, Transfers(threads))
+    there = Disk(disk.file, threads)
     flat = memory.bytes(len(memory))
     descriptor = disk.file.direct_fd if direct else None
 
     def run(way: Way) -> None:
         transfers.CHUNK_BYTES = mib * 2**20
         before, disk.file.direct_fd = disk.file.direct_fd, descriptor
-        start = there.read if way is Way.READ else there.write
-        request = start([buffer], [lambda: flat], "benchmark")
-        assert request is not None
+        request = there.request(way, [buffer.span(lambda: flat)], "benchmark")
         request.begin()
         request.wait()
         disk.file.direct_fd = before

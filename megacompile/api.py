@@ -21,7 +21,6 @@ from megacompile.beside.process import processes
 from megacompile.cost.rank_rates import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
-from megacompile.ir.collective_order import Collectives
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
@@ -313,15 +312,13 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
         for size in both
         if size
     ]
-    least = functools.partial(_least, ranks)
+
+    def least(size_bytes: int) -> int:
+        """The smallest of the ranks' sizes of device memory."""
+        sizes: list[int] = ranks.all_gather_object(size_bytes)
+        return min(sizes)
+
     return Setting(options, None, min(budgets, default=None), agreed, disk_bytes, least)
-
-
-def _least(ranks: Ranks, size_bytes: int) -> int:
-    """The smallest of the ranks' sizes."""
-    what = Collectives("plan", ("how much device memory each may use",), "device-memory")
-    sizes: list[int] = ranks.said(what, size_bytes)
-    return min(sizes)
 
 
 def _device_bytes(options: Options) -> int:

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 from megacompile import accumulate, explain, host_memory, megacompile
 from megacompile.errors import DeviceMemoryError, DiskError, HostMemoryError
-from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.disk_buffers import DiskBuffer
+from megacompile.runtime.device.buffers import DiskBuffer, HostBuffer
 from megacompile.runtime.model.streamed import streamed_model
 from tests.zoo import Language
 

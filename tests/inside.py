@@ -25,6 +25,7 @@ from megacompile.plan.abstract import AbstractProgram, abstract_options, abstrac
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
@@ -80,6 +81,13 @@ def has_proxies(model: nn.Module) -> bool:
 def machine(model: nn.Module) -> Machine:
     """The streams, slots and buckets of a model."""
     return streamed(model).machine
+
+
+def moved_bytes(model: nn.Module) -> list[int]:
+    """Bytes read from the disk and written to it so far."""
+    disk = machine(model).disk
+    assert disk is not None
+    return [disk.moved_bytes(way) for way in Way]
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -43,8 +43,7 @@ from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes
 from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
-from megacompile.runtime.device import forks
-from megacompile.runtime.device.background import fulfil
+from megacompile.runtime.device.background import at_fork, fulfil
 
 VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"
 _MOST = 8  # default maximum of processes
@@ -145,7 +144,7 @@ class CompilePool:
         self.patience_s = patience_s
         self.kept = False  # True if they wait for jobs, or compile in the background
         self._idle_s = _IDLE_S
-        forks.tell(self)
+        at_fork(self)
 
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submit graphs to the workers, in this order."""
@@ -208,9 +207,6 @@ class CompilePool:
         while self._processes:
             self._processes.pop().stop()
             self._jobs.put(None)
-
-    def before_fork(self) -> None:
-        """Do nothing: no thread compiles."""
 
     def after_fork(self, *, in_child: bool) -> None:
         """Forget the parent's processes in a child of a fork, which compiles by itself."""

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from megacompile import compat
 from megacompile.options import Lowering, Options
-from megacompile.runtime.device import forks
+from megacompile.runtime.device.background import at_fork
 
 _PROGRAM = (
     "import pickle, sys\n"
@@ -61,7 +61,7 @@ class Process:
             start_new_session=True,
         )
         self._end = weakref.finalize(self, _stop, self._process, self._errors)  # at exit too
-        forks.tell(self)
+        at_fork(self)
         try:
             self.send(pickle.dumps((sys.path, module, request)))
         except BrokenPipeError:
@@ -100,9 +100,6 @@ class Process:
     def stop(self) -> None:
         """Kill it, with its own child processes."""
         self._end()
-
-    def before_fork(self) -> None:
-        """Do nothing: no thread is involved."""
 
     def after_fork(self, *, in_child: bool) -> None:
         """Close the pipes in a child of a fork, which must not end the process."""

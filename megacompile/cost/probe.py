@@ -16,7 +16,7 @@ from megacompile import compat, numa
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.host_memory import pinned_empty, total_bytes
 from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import FileSpan, Request, Transfers, Way
+from megacompile.runtime.disk.transfers import Disk, FileSpan, Request, Way
 
 _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
@@ -255,16 +255,16 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
     Raises:
         DiskError: no file can be created there, the disk is full, or I/O failed.
     """
-    file, transfers = ScratchFile(folder), Transfers()
+    disk = Disk(ScratchFile(folder))
     spans = {}
     for way in Way:
-        place = file.take(_FILE_BYTES)
+        place = disk.file.take(_FILE_BYTES)
         # random: some drives and file systems compress
         memory = torch.frombuffer(mmap.mmap(-1, place.size_bytes), dtype=torch.uint8)
         words = memory.view(torch.int64)
         words.random_(generator=torch.Generator().manual_seed(0))
         spans[way] = FileSpan(place, functools.partial(torch.Tensor.view, memory, -1))
-        _begun(transfers, Way.WRITE, file, spans[way]).wait()  # new places are slower
+        _begun(disk, Way.WRITE, spans[way]).wait()  # new places are slower
 
     def seconds(*ways: Way) -> dict[Way, float]:
         """Seconds until each way is done, the best of several runs because others may use the
@@ -272,7 +272,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         found = dict.fromkeys(ways, float("inf"))
         for _ in range(_DISK_REPEATS):
             start = time.perf_counter()
-            running = [_begun(transfers, way, file, spans[way]) for way in ways]
+            running = [_begun(disk, way, spans[way]) for way in ways]
             for way, request in zip(ways, running, strict=True):
                 request.wait()
                 found[way] = min(found[way], time.perf_counter() - start)
@@ -290,7 +290,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
     )
 
 
-def _begun(transfers: Transfers, way: Way, file: ScratchFile, span: FileSpan) -> Request:
-    request = transfers.request(way, file, [span], "measure_disk()")
+def _begun(disk: Disk, way: Way, span: FileSpan) -> Request:
+    request = disk.request(way, [span], "measure_disk()")
     request.begin()
     return request

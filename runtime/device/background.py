@@ -1,5 +1,5 @@
-"""Background threads for updates and blocking copies; and `Completion`, the completion of work on a
-thread or a stream.
+"""Background threads for updates and blocking copies, `Completion`, the completion of work on a
+thread or a stream, and callbacks around a fork.
 
 Each is a daemon with its own queue, not a `concurrent.futures` pool: a pool rejects work once the
 main thread has ended, although other threads may still train. At process exit, queued work is
@@ -8,43 +8,119 @@ finished; from then on, and if no thread can be started, the caller does the wor
 [Note: interrupts] Ctrl-C may arrive between any two instructions of the main thread, even between
 the end of a `with lock:` block and the release of the lock. So the main thread takes no lock:
 putting a job into the queue is atomic, and a thread that was started twice ends itself.
+
+[Note: forks of the process] Data loaders fork. A child has no other threads, and locks held by them
+stay locked forever. So before a fork, work in flight is awaited, while the threads still accept
+jobs; then the threads are idle. The child gets new threads, new locks and private copies of shared
+memory. Only processes with a model register callbacks.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from megacompile import numa
-from megacompile.runtime.device import forks
 
 Work = Callable[[], None]
 T = TypeVar("T")
 
 
-class Completion:
-    """The completion of some work. Without an event and a future the work is complete.
+class WeakIdSet(Generic[T]):
+    """A thread-safe weak set of objects, compared by identity.
 
-    Args:
-        event: recorded after the work on a stream.
-        future: the future of a thread's work.
+    A `WeakSet` cannot be iterated while another thread adds to it. Models and buffers are created
+    in several threads.
     """
+
+    def __init__(self) -> None:
+        self._of: dict[int, weakref.ref[T]] = {}  # by id
+
+    def add(self, one: T) -> None:
+        """Add an object."""
+        of, key = self._of, id(one)
+
+        def gone(reference: weakref.ref[T]) -> None:
+            if of.get(key) is reference:
+                of.pop(key, None)
+
+        of[key] = weakref.ref(one, gone)
+
+    def discard(self, one: T) -> None:
+        """Remove an object, if present."""
+        self._of.pop(id(one), None)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, one: object) -> bool:
+        return id(one) in self._of
+
+    def __iter__(self) -> Iterator[T]:
+        """The live objects, in order of insertion."""
+        found = [reference() for reference in list(self._of.values())]
+        return iter([one for one in found if one is not None])
+
+
+class Forks(Protocol):
+    """An object with callbacks of a fork, which return quickly and never raise: `after_fork`, and
+    maybe `before_fork()`, in the forking thread."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Called after a fork, once in the parent and once in the child."""
+
+
+def at_fork(who: Forks, *, last: bool = False) -> None:
+    """Register `who`, by weak reference; `last`: called after the others before a fork."""
+    _register()
+    _LIVE[last].add(who)
+
+
+def _before() -> None:
+    for group in _LIVE:
+        for each in group:
+            if (call := getattr(each, "before_fork", None)) is not None:
+                call()
+
+
+def _after(in_child: bool) -> None:
+    for group in reversed(_LIVE):
+        for each in group:
+            each.after_fork(in_child=in_child)
+
+
+_LIVE: tuple[WeakIdSet[Forks], WeakIdSet[Forks]] = (WeakIdSet(), WeakIdSet())
+
+
+@functools.cache
+def _register() -> None:
+    if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+        os.register_at_fork(
+            before=_before,
+            after_in_parent=functools.partial(_after, False),
+            after_in_child=functools.partial(_after, True),
+        )
+
+
+class Completion:
+    """The completion of work on a stream (`event`) or in a thread (`future`); with neither, it is
+    complete."""
 
     def __init__(
         self, event: torch.cuda.Event | None = None, future: Future[Any] | None = None
     ) -> None:
-        self.event = event
-        self.future = future
+        self.event, self.future = event, future
 
     def done(self) -> bool:
         """True if the work has ended, successfully or not."""
@@ -102,20 +178,19 @@ class Background:
     """
 
     def __init__(self, name: str, cores: Collection[int] = ()) -> None:
-        self.name = name
-        self.cores = cores
+        self.name, self.cores = name, cores
         self._begin()
-        forks.tell(self, last=True)
+        at_fork(self, last=True)
 
     def _begin(self) -> None:
-        self._queue = _Queue()
+        self._queue = _Queue(self.name, self.cores)
         self._end = weakref.finalize(self, self._queue.work.put, None)
         self._end.atexit = False
 
     def submit(self, work: Work) -> None:
         """Enqueue a job after the earlier jobs; it must not raise."""
         self._queue.work.put(work)
-        self._queue.serve(self.name, self.cores)
+        self._queue.serve()
 
     def call(self, work: Callable[[], T]) -> T:
         """Enqueue a job after the earlier jobs and wait; returns its result or raises its error."""
@@ -126,41 +201,34 @@ class Background:
     def before_fork(self) -> None:
         """Finish all queued jobs; jobs added by other threads meanwhile may not be included."""
         if not self._queue.work.empty() or self._queue.turn.locked():
-            over = threading.Event()
-            self.submit(over.set)
-            over.wait()
+            self.call(lambda: None)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Reset in a child of a fork: the thread does not exist there, and the child starts
-        another."""
+        """Reset in a child of a fork, where the thread does not exist."""
         if in_child:
             self._end.detach()
             self._begin()
 
 
 class _Queue:
-    """The state that a thread references. It has no reference to the owner, so the owner can be
-    freed."""
+    """The state that a thread references; it has no reference to the owner, which can be freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, cores: Collection[int]) -> None:
+        self.name, self.cores = name, cores
         self.work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.turn = threading.Lock()  # its holder does the work
         self.process = os.getpid()
 
-    def serve(self, name: str, cores: Collection[int]) -> None:
+    def serve(self) -> None:
         """Ensure that the jobs are done, by a thread if one can be started."""
         if self.turn.locked():
             return
         _finish_at_exit()
         if not _ENDING.is_set():
             _OPEN.add(self)
-            work = functools.partial(self._until_the_end, cores)
-            thread = threading.Thread(target=work, name=name, daemon=True)
-            try:
+            thread = threading.Thread(target=self._until_the_end, name=self.name, daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads, or the process is exiting
                 thread.start()
-            except RuntimeError:  # no more threads, or the process is exiting
-                pass
-            else:
                 return
         self.drain()
 
@@ -172,10 +240,10 @@ class _Queue:
                 if work is not None:
                     work()
 
-    def _until_the_end(self, cores: Collection[int]) -> None:
+    def _until_the_end(self) -> None:
         if not self.turn.acquire(blocking=False):
             return  # another thread holds it already
-        numa.bind(cores)
+        numa.bind(self.cores)
         while (work := self.work.get()) is not None:
             try:
                 work()

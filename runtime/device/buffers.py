@@ -1,45 +1,45 @@
-"""The memory of a bucket's tensors, on the host or the device.
+"""The memory of a bucket's tensors: on the host, the device or a disk.
 
-[Note: exact-size pinned memory]
-`torch.empty(pin_memory=True)` rounds up to a power of two: a 525 MiB layer takes 1 GiB. A mapping
-registered with `cudaHostRegister` takes exactly its size. It is shared, not private, so that a
-forked data loader never turns its pages copy-on-write during DMA. Memory that only the CPU uses is
-private, in huge pages if the system has them.
+[Note: exact-size pinned memory] `torch.empty(pin_memory=True)` rounds up to a power of two: a 525
+MiB layer takes 1 GiB. A mapping registered with `cudaHostRegister` takes exactly its size. It is
+shared, so that a forked data loader never turns its pages copy-on-write during DMA. Memory that
+only the CPU uses is private, in huge pages if the system has them.
 
 [Note: forks] A child of a fork must not write into the parent's parameters. Private memory is
 copied on write, as usual. Shared memory is one in-memory file, in which each buffer has its own
-range; the child maps that range again, privately: its writes stay private, and unwritten pages show
-the parent's current content. This costs nothing until the child writes.
+range, or a scratch file. The child maps that range again, privately: its writes stay private, and
+unwritten pages show the parent's current content. This costs nothing until the child writes. A
+scratch file exists until the last child has ended.
 
-[Note: one storage a parameter]
-Each parameter is a tensor with its own storage inside the buffer, so `torch.save`, safetensors and
-all other code that inspects storages sees ordinary parameters.
+[Note: one storage a parameter] Each parameter is a tensor with its own storage inside the buffer,
+so `torch.save`, safetensors and all other code that inspects storages sees ordinary parameters.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 
 from megacompile import numa
+from megacompile.errors import DiskError
 from megacompile.host_memory import PAGE_LOCKS
 from megacompile.ir.buckets import Param
-from megacompile.runtime.device import forks
+from megacompile.runtime.device.background import at_fork
+from megacompile.runtime.disk.scratch import Place, ScratchFile
+from megacompile.runtime.disk.transfers import FileSpan
 
 
 class HostBuffer(mmap.mmap):
-    """Anonymous memory, page-locked for a CUDA device if possible (`locked`).
-
-    It is unlocked and unmapped when the last tensor on it is freed.
+    """Anonymous memory, page-locked for a CUDA device if possible (`locked`). It is unlocked and
+    unmapped when the last tensor on it is freed.
 
     Args:
         touch: page-lock it at once. Otherwise the caller fills it and then calls `lock`.
@@ -49,16 +49,16 @@ class HostBuffer(mmap.mmap):
     _address: int = 0  # if page-locking was requested
     locked: bool = False
     private: bool = False
-    _at: int | None = None  # its offset in the shared-memory file
-    _node: numa.Node | None = None  # the NUMA node of its pages
+    _at: tuple[int, int] | None = None  # the file that it maps, and the offset in it
+    _node: numa.Node | None = None
+    _process: int = 0
 
     def __new__(
         cls, size_bytes: int, *, pin: bool, touch: bool = True, node: numa.Node | None = None
     ) -> HostBuffer:
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
-        made.private = not pin
-        made._node = node
+        made.private, made._node, made._process = not pin, node, os.getpid()
         if pin:
             made._share()
             made._prefer()
@@ -68,53 +68,54 @@ class HostBuffer(mmap.mmap):
             made.settle()
         return made
 
+    @property
+    def _flat(self) -> torch.Tensor:
+        return torch.frombuffer(self, dtype=torch.uint8)
+
     def _share(self) -> None:
         """Move it into the shared-memory file, if there is one."""
-        self._process = os.getpid()
-        self._file = _file_of(self._process)
-        at = self._file.take(len(self))
-        if at is not None and self._map(mmap.MAP_SHARED, at):
-            self._at = at
-            forks.tell(self)
+        file = _shared_file(self._process)
+        at = None if file is None else _take(file, len(self))
+        if file is not None and at is not None and not self._map(mmap.MAP_SHARED, file, at):
+            self._at = file, at
+            at_fork(self)
 
-    def _map(self, kind: int, at: int) -> bool:
-        """Map a range of the file over this memory; False if that fails."""
-        start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        return self._file.fd is not None and not map_over(start, len(self), kind, self._file.fd, at)
+    def _map(self, kind: int, file: int, at: int) -> int:
+        """Map a range of a file over this memory; returns 0 or an errno."""
+        start = self._flat.data_ptr()
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        place = (ctypes.c_void_p(start), ctypes.c_size_t(len(self)))
+        call = _libc("mmap", ctypes.c_void_p)
+        found = call(*place, access, kind | _MAP_FIXED, file, ctypes.c_int64(at))
+        return 0 if found == start else ctypes.get_errno() or errno.ENOSYS
 
     def _prefer(self) -> None:
         """Allocate pages near the device that copies from and to it. Memory that no device copies
         is placed near the thread that uses it."""
         if self._node is not None:
-            start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-            numa.prefer(start, len(self), self._node)
-
-    def before_fork(self) -> None:
-        """Do nothing: the child does the work."""
+            numa.prefer(self._flat.data_ptr(), len(self), self._node)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Remap it privately; see [Note: forks]."""
+        """Map it again, privately; see [Note: forks]."""
         if in_child and self._at is not None:
-            self._map(mmap.MAP_PRIVATE, self._at)
+            self._map(mmap.MAP_PRIVATE, *self._at)
 
     def settle(self) -> None:
         """Allocate its pages on several threads, and page-lock it."""
-        touch_pages(torch.frombuffer(self, dtype=torch.uint8), self._node)
+        _touch_pages(self._flat, self._node)
         self.lock()
 
     def lock(self) -> None:
-        """Page-lock it, unless that is done already or the system forbids it.
-
-        Memory that the system refuses to lock stays pageable; see `megacompile.host_memory`.
-        """
+        """Page-lock it, if that is not done; memory that the system refuses stays pageable, see
+        `megacompile.host_memory`."""
         if self._address:
             return
-        if self.private and hasattr(mmap, "MADV_DONTFORK"):
-            self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write during DMA
         if self.private:  # shared memory was touched at creation or filled
+            if hasattr(mmap, "MADV_DONTFORK"):
+                self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write during DMA
             self._prefer()
-            touch_pages(torch.frombuffer(self, dtype=torch.uint8), self._node)
-        self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+            _touch_pages(self._flat, self._node)
+        self._address = self._flat.data_ptr()
         self.locked = PAGE_LOCKS.lock(self._address, len(self))
 
     def __del__(self) -> None:
@@ -136,7 +137,7 @@ class HostBuffer(mmap.mmap):
 
     def bytes(self, size_bytes: int) -> torch.Tensor:
         """The first `size_bytes` as one flat uint8 tensor."""
-        return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # count=0 is an error
+        return self._flat[:size_bytes]
 
 
 class Wanted(NamedTuple):
@@ -145,6 +146,65 @@ class Wanted(NamedTuple):
     size_bytes: int
     pin: bool  # as in the request
     lock: bool = False  # it will be page-locked after filling
+
+
+Memory = Callable[[], torch.Tensor]  # returns (len(buffer),) uint8; see `FileSpan`
+
+
+class DiskBuffer(HostBuffer):
+    """A mapped range of a scratch file, initially zero. It is freed with the last tensor on it. Its
+    size is rounded up to the disk's I/O size.
+
+    Readers outside of a step use the mapping, by page faults. A step reads and writes the same
+    bytes by direct I/O, into and out of page-locked memory; see [Note: coherence] in
+    `runtime/disk/scratch.py`. A child of a fork has only the mapping: see [Note: forks].
+
+    Raises:
+        DiskError: the disk is full, `disk_memory=` is used up, or files cannot be mapped.
+    """
+
+    file: ScratchFile
+    _place: Place | None = None  # until a range is allocated, or if none is free
+
+    def __new__(cls, size_bytes: int, file: ScratchFile) -> DiskBuffer:
+        size = file.round_up(size_bytes)
+        made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        made.file, made._process = file, os.getpid()
+        made._place = file.take(size)
+        made._at = file.fd, made._place.at
+        if number := made._map(mmap.MAP_SHARED, *made._at):
+            raise DiskError(
+                number,
+                f"disk={str(file.folder)!r}: mmap of {size} bytes failed with errno {number} "
+                f"({os.strerror(number)}); needed a file system whose files can be mapped, and "
+                "enough maps (sysctl vm.max_map_count)",
+            )
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            made.madvise(mmap.MADV_SEQUENTIAL)  # reading all of it is twice as fast
+        at_fork(made)
+        return made
+
+    @property
+    def ours(self) -> bool:
+        """True if this process allocated the range; False in a child of a fork."""
+        return self._process == os.getpid()
+
+    def span(self, memory: Memory) -> FileSpan:
+        """The whole buffer, paired with memory to copy to or from."""
+        return self.part(0, len(self), memory)
+
+    def part(self, begin: int, end: int, memory: Memory) -> FileSpan:
+        """The bytes from `begin` to `end`, paired with memory for the whole buffer."""
+        assert self._place is not None and self.ours and 0 <= begin < end <= len(self)
+        place = Place(self._place.at + begin, end - begin)
+        return FileSpan(place, lambda: memory()[begin:end])
+
+    def lock(self) -> None:
+        """Do nothing: file pages are not locked for a device."""
+
+    def __del__(self) -> None:
+        if self._place is not None and self.ours:
+            self.file.give_back(self._place)
 
 
 class DeviceBuffer:
@@ -166,67 +226,49 @@ class DeviceBuffer:
         return torch.empty(0, dtype=torch.uint8)
 
 
-class SharedFile:
-    """A growing in-memory file; each range is allocated once, and a freed range has no memory.
-
-    All buffers share one file, so they need no file descriptors of their own. It is unnamed and
-    disappears with the last close.
-
-    [Note: places in the file] Several threads create buffers concurrently, and two buffers in one
-    range would overwrite each other. The next range starts at the file's position, which the kernel
-    advances atomically; a lock could stay locked after Ctrl-C (see `runtime.device.background`).
-    The file grows by a write: `ftruncate` with an outdated size would cut off ranges that other
-    threads have allocated since.
-    """
-
-    def __init__(self) -> None:
-        self.fd: int | None = None
-        try:
-            self.fd = os.memfd_create("megacompile")
-        except (AttributeError, OSError):  # not Linux, or not allowed
-            return
-        weakref.finalize(self, os.close, self.fd).atexit = False
-
-    def take(self, size_bytes: int) -> int | None:
-        """Allocate a range of this many bytes, in any thread; None if there is no file or no
-        space."""
-        if self.fd is None:
-            return None
-        whole = -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
-        try:
-            at = os.lseek(self.fd, whole, os.SEEK_CUR) - whole
-            os.pwrite(self.fd, b"\0", at + size_bytes - 1)
-        except OSError:  # file size limit, or out of memory
-            return None
-        return at
-
-
-def map_over(start: int, size_bytes: int, kind: int, fd: int, at: int) -> int:
-    """Map a range of a file over mapped memory; returns 0 or an errno."""
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    found = _system_mmap()(start, size_bytes, access, kind | _MAP_FIXED, fd, at)
-    return 0 if found == start else ctypes.get_errno()
-
-
 @functools.cache
-def _system_mmap() -> Callable[[int, int, int, int, int, int], int]:
-    found = ctypes.CDLL(None, use_errno=True).mmap
-    found.restype = ctypes.c_void_p
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_int64)
-    made: Callable[[int, int, int, int, int, int], int] = found
-    return made
-
-
-@functools.cache
-def _file_of(process: int) -> SharedFile:
-    """The file of this process: a child would allocate the same ranges as its parent."""
+def _shared_file(process: int) -> int | None:
+    """The descriptor of this process's in-memory file, if the system has such files. All buffers
+    share it, so they need no descriptors of their own. A child of a fork has another file: it would
+    allocate the same ranges as its parent."""
     del process
-    return SharedFile()
+    try:
+        return os.memfd_create("megacompile")
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        return None
+
+
+def _take(file: int, size_bytes: int) -> int | None:
+    """Allocate a range of the in-memory file, in any thread; None if there is no space.
+
+    Several threads create buffers concurrently, and two buffers in one range would overwrite each
+    other. The next range starts at the file's position, which the kernel advances atomically; a
+    lock could stay locked after Ctrl-C (see `runtime.device.background`). The file grows by a
+    write: `ftruncate` with an outdated size would cut off ranges that other threads have allocated
+    since.
+    """
+    whole = -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    try:
+        at = os.lseek(file, whole, os.SEEK_CUR) - whole
+        os.pwrite(file, b"\0", at + size_bytes - 1)
+    except OSError:  # file size limit, or out of memory
+        return None
+    return at
+
+
+@functools.cache
+def _libc(name: str, result: Any = ctypes.c_int) -> Any:
+    """A function of the C library, called without the GIL; returns -1 if it is missing."""
+    try:
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError, TypeError):  # another system or C library
+        return lambda *_: -1
+    found.restype = result
+    return found
 
 
 _HUGE_PAGE = 2 * 2**20
 _MAP_FIXED = 0x10  # on Linux
-
 
 # Allocation of pages on several threads.
 # The kernel allocates and clears a page at its first write: 6.5 GiB/s on one thread of a machine
@@ -234,90 +276,41 @@ _MAP_FIXED = 0x10  # on Linux
 # MADV_POPULATE_WRITE takes less than half the time of writing, per core, and no longer on two
 # threads than on one (Linux 6.18, private and shared memory).
 
-MOST_THREADS = 8  # beyond this, memory bandwidth is the limit
-CHUNK_BYTES = 64 * 2**20  # whole huge pages
+_MOST_THREADS = 8  # beyond this, memory bandwidth is the limit
+_TOUCHED_BYTES = 64 * 2**20  # at a time: whole huge pages
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 
-def touch_pages(memory: torch.Tensor, node: numa.Node | None = None) -> None:
-    """Allocate the pages of a mapping, without changing its content.
-
-    Args:
-        memory: (size_bytes,) uint8, whole pages.
-        node: the NUMA node whose cores run the other threads; None: any.
-    """
+def _touch_pages(memory: torch.Tensor, node: numa.Node | None = None) -> None:
+    """Allocate the pages of a mapping in threads, on a node's cores, without changing its content:
+    (size_bytes,) uint8."""
     size_bytes = memory.numel()
-    chunks = deque(range(0, size_bytes, CHUNK_BYTES))
-    refused = threading.Event()
-    advise = _madvise()
 
-    def work() -> None:
-        start = memory.data_ptr()  # keeps the memory alive
-        while chunks and not refused.is_set():
-            try:
-                first = chunks.popleft()
-            except IndexError:  # another thread took it
-                return
-            end = min(first + CHUNK_BYTES, size_bytes)
-            if advise(start + first, end - first, _POPULATE_WRITE):
-                refused.set()
+    def touch(first: int) -> int:
+        size = min(_TOUCHED_BYTES, size_bytes - first)
+        place = (ctypes.c_void_p(memory.data_ptr() + first), ctypes.c_size_t(size))
+        refused: int = _libc("madvise")(*place, _POPULATE_WRITE)
+        return refused
 
-    def near() -> None:
-        if node is not None:
-            numa.bind(node.cores)
-        work()
-
-    count = min(MOST_THREADS, numa.usable_cores() if node is None else len(node.cores), len(chunks))
-    threads = []
+    chunks = range(0, size_bytes, _TOUCHED_BYTES)
+    cores = () if node is None else node.cores
+    count = min(_MOST_THREADS, len(cores) or numa.usable_cores(), len(chunks))
     try:
-        for _ in range(count - 1 if node is None else count):
-            thread = threading.Thread(target=near, name="megacompile-touch", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads
-                break
-            threads.append(thread)
-        if node is None or not threads:
-            work()
-        for thread in threads:
-            thread.join()
-    finally:
-        chunks.clear()  # the threads end when Ctrl-C comes
-    if refused.is_set():  # an old kernel, or too little memory: the first write fails instead
+        with ThreadPoolExecutor(count, "megacompile-touch", numa.bind, (cores,)) as threads:
+            refused = any(list(threads.map(touch, chunks)))
+    except RuntimeError:  # no more threads, or the process is exiting
+        refused = any(map(touch, chunks))
+    if refused:  # an old kernel, or too little memory: the first write fails instead
         memory[:: mmap.PAGESIZE].bitwise_or_(0)
 
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int]:
-    """The system's `madvise(address, bytes, advice)`; returns 0 on success. It releases the GIL,
-    which `mmap.madvise` holds."""
-    try:
-        found = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):  # missing on this system
-        return lambda start, size_bytes, advice: -1
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    made: Callable[[int, int, int], int] = found
-    return made
-
-
-# Returns freed memory that malloc keeps to the system.
-# Blocks below malloc's mmap threshold (up to 32 MiB) are in its heap and stay there when freed.
-# Parameters that have moved to buckets would then take their memory twice.
 
 TRIM_BYTES = 2**30  # freed bytes that are worth the milliseconds of a trim
 
 
 def trim_heap() -> None:
-    """Return malloc's free memory to the system, with the GNU C library."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    """Return malloc's free memory to the system, with the GNU C library.
 
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library
-        return None
-    return found
+    Blocks below malloc's mmap threshold (up to 32 MiB) are in its heap and stay there when freed.
+    Parameters that have moved to buckets would then take their memory twice.
+    """
+    _libc("malloc_trim")(ctypes.c_size_t(0))

@@ -1,15 +1,18 @@
-"""Pools of page-locked host memory.
+"""Allocates host memory within a limit, and lends it from pools.
 
-    BufferPool       offloaded saved tensors: as many buffers as exist at once BucketBuffers
-    buckets on a disk (`runtime/updates/leases.py`): a fixed number, in turn
+    BufferPool       offloaded saved tensors: as many buffers as exist at once
+    BucketBuffers    buckets on a disk (`runtime/updates/leases.py`): a fixed number, in turn
 
-[Note: host memory is reused]
-Page-locking a gigabyte takes 0.2 s, so buffers are reused: a finished use returns its buffer to the
-pool, which lends it to the next use of similar size. A step like the previous one locks no new
-memory. A `BufferPool` never holds more than the peak use in total.
+[Note: host memory is reused] Page-locking a gigabyte takes 0.2 s, so buffers are reused: a finished
+use returns its buffer to the pool, which lends it to the next use of similar size. A step like the
+previous one locks no new memory. A `BufferPool` never holds more than the peak use in total. A
+buffer may be lent again while a device copy from or to it is in flight: it records the completion
+of the last copy, and the next write into it waits for that.
 
-A buffer may be lent again while a device copy from or to it is in flight. It records the completion
-of the last copy, and the next write into the buffer waits for it.
+[Note: buffers allocated in advance] Allocating the pages of a gigabyte takes 0.1 s, and locking
+them 0.2 s: for 40 GiB of gradients and states, 9 s of a first step of 65 s, which other parts of
+that step can hide. So a thread allocates buffers in advance. A caller takes a ready buffer of its
+size, waits for one that is being allocated, or else allocates its own.
 
 [Note: no deadlock] A disk read starts once its data is written and its buffer is free. A disk
 thread that waited for either could wait for a request queued after its own. So the pool's thread
@@ -21,36 +24,171 @@ its buffer across later prefetches.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
-import mmap
+import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from megacompile import numa
 from megacompile.errors import HostMemoryError
-from megacompile.host_memory import MARGIN_BYTES, available_bytes
-from megacompile.runtime.device.background import OVER, Background, Completion
+from megacompile.host_memory import check_host_memory
+from megacompile.progress import phase
+from megacompile.runtime.device.background import (
+    OVER,
+    Background,
+    Completion,
+    WeakIdSet,
+    fulfil,
+    is_over,
+)
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
-from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.disk.scratch import Place
 from megacompile.runtime.disk.transfers import Request
 from megacompile.text import format_bytes
 
-# Reused pieces of memory, so that each is allocated once.
 
+class HostBudget:
+    """Allocates a model's host buffers, in any thread, and keeps their total within a limit.
 
-class Sized(Protocol):
-    """A piece of memory."""
+    Args:
+        limit_bytes: limit of all live buffers together; None: the machine's memory.
+        node: the NUMA node near the device that copies from and to them; None: any.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
+        self.limit_bytes, self.node = limit_bytes, node
+        self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
+        self._buffers: WeakIdSet[HostBuffer] = WeakIdSet()
+        self._next = itertools.count()
+        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
+        self._maker = Background("megacompile-host-memory")
 
     @property
-    def size_bytes(self) -> int: ...
+    def held_bytes(self) -> int:
+        """Bytes of all live buffers."""
+        return sum(list(self._sizes.values()))
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of the live page-locked buffers."""
+        return sum(len(buffer) for buffer in self._buffers if buffer.locked)
+
+    def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
+        """Return a new buffer, or one allocated in advance.
+
+        Args:
+            what: names the purpose of the buffer in errors.
+
+        Raises:
+            HostMemoryError: too little memory, or the limit is reached. Without this check the
+                kernel would kill the process when the memory is touched.
+        """
+        if touch and (ready := self._ready(size_bytes, pin=pin)) is not None:
+            return ready
+        try:
+            return self._new(size_bytes, what, pin=pin, touch=touch)
+        except HostMemoryError:
+            if not self._ahead:
+                raise
+        self.drop_preallocated()  # they may never be requested
+        self.await_made()
+        return self._new(size_bytes, what, pin=pin, touch=touch)
+
+    def _ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
+        """Return a buffer that was allocated in advance or is being allocated."""
+        try:
+            future = self._ahead[size_bytes, pin].popleft()
+        except (KeyError, IndexError):  # another thread may have freed it
+            return None
+        with phase("allocating host memory"):
+            if future.cancel() or future.exception() is not None:
+                return None
+            return future.result()
+
+    def preallocate(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
+        """Allocate buffers in the background for copies of `device`; `make` returns them for
+        matching requests. `what` names their purpose in errors."""
+        budget = weakref.ref(self)
+
+        def make(each: Wanted, alive: HostBudget) -> HostBuffer:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                buffer = alive._new(each.size_bytes, what, pin=each.pin, touch=True)
+                if each.lock:
+                    buffer.lock()
+            return buffer
+
+        def work(each: Wanted, future: Future[HostBuffer]) -> None:
+            if (alive := budget()) is None or is_over():
+                future.cancel()
+            else:  # the caller that requests the buffer gets the error
+                fulfil(future, functools.partial(make, each, alive))
+
+        for each in wanted:
+            future: Future[HostBuffer] = Future()
+            self._ahead.setdefault((each.size_bytes, each.pin), deque()).append(future)
+            self._maker.submit(functools.partial(work, each, future))
+
+    def drop_preallocated(self) -> None:
+        """Free the buffers that were allocated in advance but never requested."""
+        while self._ahead:
+            _, futures = self._ahead.popitem()
+            while futures:
+                futures.popleft().cancel()
+
+    def await_made(self) -> None:
+        """Wait until no buffer is being allocated. Dropped buffers have no memory then."""
+        self._maker.call(lambda: None)
+
+    def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
+        key = next(self._next)
+        self._sizes[key] = size_bytes  # count first: other threads allocate buffers too
+        try:
+            self._check(size_bytes, what)
+            with phase("allocating host memory"):
+                buffer = HostBuffer(size_bytes, pin=pin, touch=touch, node=self.node)
+        except BaseException as error:
+            del self._sizes[key]
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise HostMemoryError(
+                    f"megacompile(): the system refused {format_bytes(size_bytes)} of host memory "
+                    f"for {what} ({error}); raise the limit of the process (ulimit -d, ulimit -v), "
+                    "or set a smaller host_memory="
+                ) from error
+            raise
+        weakref.finalize(buffer, self._sizes.pop, key).atexit = False
+        self._buffers.add(buffer)
+        return buffer
+
+    def _check(self, size_bytes: int, what: str) -> None:
+        held = self.held_bytes
+        if self.limit_bytes is not None and held > self.limit_bytes:
+            raise HostMemoryError(
+                f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
+                f"{format_bytes(held - size_bytes)} of it is in use, and {what} needs "
+                f"{format_bytes(size_bytes)} more; raise host_memory=, or use less: "
+                "state_dtype='int8', a smaller batch, or disk="
+            )
+        check_host_memory([(what, size_bytes)])
 
 
-M = TypeVar("M", bound=Sized)
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """Host memory, and the completion of the last device copy from or to it."""
 
+    memory: HostBuffer
+    size_bytes: int
+    used: Completion = OVER
+
+
+M = TypeVar("M", Buffer, Place)
 _SLACK = 2  # a piece may exceed the request by this factor
 
 
@@ -114,20 +252,11 @@ class Reused(Generic[M]):
             self._free.append(piece)
 
 
-@dataclass(slots=True, eq=False)
-class Buffer:
-    """Host memory, and the completion of the last device copy from or to it."""
-
-    memory: HostBuffer
-    size_bytes: int
-    used: Completion = OVER
-
-
 class Lease(Completion):
     """A buffer that is or will be lent to one use; complete once the buffer is filled.
 
     Args:
-        pool: the pool that takes the buffer back.
+        pool: takes the buffer back.
         size_bytes: the requested size; the buffer may be larger.
         after: work that must complete before a read into the buffer starts.
     """
@@ -137,20 +266,13 @@ class Lease(Completion):
 
     def __init__(self, pool: Lender, size_bytes: int, after: Sequence[Completion] = ()) -> None:
         super().__init__()
-        self.pool = pool
-        self.size_bytes = size_bytes
-        self.after = after
+        self.pool, self.size_bytes, self.after = pool, size_bytes, after
 
     def done(self) -> bool:
         return self.ready.done()
 
     def wait(self) -> None:
-        """Wait until the buffer is filled.
-
-        Raises:
-            HostMemoryError: no memory for the buffer.
-            DiskError: its data could not be written or read.
-        """
+        """Wait until the buffer is filled; raises the error of its memory, write or read."""
         self.ready.wait()
 
     def bytes(self) -> torch.Tensor:
@@ -168,27 +290,25 @@ class Lease(Completion):
 
 
 class Lender:
-    """Page-locked buffers, with a thread that starts reads into them.
-
-    Args:
-        name: the thread's name.
-        device: the device that copies to and from them; they are page-locked for a GPU.
-        budget: allocates them.
-    """
+    """Page-locked buffers for copies of a device, with a thread that starts reads into them."""
 
     def __init__(self, name: str, device: torch.device, budget: HostBudget) -> None:
         self.device = device
         self.budget = budget
         self._thread = Background(name)
 
+    @property
+    def pin(self) -> bool:
+        """True if the buffers are page-locked."""
+        return self.device.type == "cuda"
+
     def take_back(self, lease: Lease, used: Completion | None) -> None:
         """Take a lease's buffer back; it is free after `used`."""
         raise NotImplementedError
 
     def _new(self, size_bytes: int, what: str) -> Buffer:
-        pin = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if pin else nullcontext():
-            return Buffer(self.budget.make(size_bytes, what, pin=pin), size_bytes)
+        with torch.cuda.device(self.device) if self.pin else contextlib.nullcontext():
+            return Buffer(self.budget.make(size_bytes, what, pin=self.pin), size_bytes)
 
 
 class BufferPool(Lender, Reused[Buffer]):
@@ -226,27 +346,12 @@ class BufferPool(Lender, Reused[Buffer]):
     def wanted(self, sizes: Iterable[int]) -> list[Wanted]:
         """The buffer sizes that concurrent leases of these sizes will need; none if buffers exist
         already."""
-        if self.device.type != "cuda" or self.held_bytes:
+        if not self.pin or self.held_bytes:
             return []
         return [Wanted(size_bytes, pin=True) for size_bytes in sizes]
 
     def _make(self, size_bytes: int) -> Buffer:
-        pin = self.device.type == "cuda"
-        ready = self.budget.ready(size_bytes, pin=pin)
-        if ready is not None:
-            return Buffer(ready, size_bytes)
-        free = available_bytes()
-        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
-            self.budget.drop_preallocated()  # frees buffers that may never be requested
-            free = available_bytes()
-        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
-            raise HostMemoryError(
-                f"offloading activations: {format_bytes(size_bytes)} more of host memory needed, "
-                f"in addition to {format_bytes(self.lent_bytes)} in use, and "
-                f"{format_bytes(max(free - MARGIN_BYTES, 0))} are available; use "
-                "activations='recompute', or a smaller batch"
-            )
-        return self._new(size_bytes, "offloaded tensors")
+        return self._new(size_bytes, "offloaded activations")
 
 
 def _read(lease: Lease, buffer: Buffer, request: Request) -> None:

@@ -14,12 +14,14 @@ aborted and would block process exit.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
+import json
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,15 +30,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat
+from megacompile import compat, errors
 from megacompile.cost.rank_rates import all_gather_object
-from megacompile.errors import RankError
+from megacompile.errors import MegacompileError, RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collective_order import Collectives
-from megacompile.runtime.device.agreement import TALK, Agreement
-from megacompile.runtime.device.rank_notes import SILENT_S, Limits, Raised, is_known, make_known
+from megacompile.runtime.device.agreement import SILENT_S, Agreement, described
 
-_ENDING_S = 15.0  # a host collective fails this long after the ranks' time limit
+_STARTED_S = 60.0  # limit of a started host collective, if the user set no timeout
+_ENDING_S = 15.0  # else it fails this long after that; also how long an abort may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +64,17 @@ class Ranks:
             return own
         shards = mesh.ndim - 1
         count = mesh.size(shards)
-        joint = _joint(mesh, device)
+        _, groups, agreement = _joint(mesh, device)
         if device.type == "cuda":  # DTensors' local tensors are on the host
             for dim in range(mesh.ndim):
                 compat.serve_the_host(mesh.get_group(dim), device)
         rank, replicas = mesh.get_local_rank(shards), mesh.size() // count
-        return Ranks(mesh, device, rank, count, replicas, joint.groups, joint.agreement)
+        return Ranks(mesh, device, rank, count, replicas, groups, agreement)
 
     @property
     def group(self) -> Any:
         """The process group of the shard dimension."""
         return _alive(self.groups[-1])
-
-    def running(self, graph: Collectives) -> AbstractContextManager[None]:
-        """A context in which all ranks run this graph."""
-        return self.agreement.run(graph)
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -130,19 +128,15 @@ class Ranks:
         rows."""
         whole = {i: self._padded(g, parts[i]) for i, g in gradients.items()}
         with self.agreement.collective(), compat.coalesced(self.group, self.device):
+            options = {"op": self._mean, "group": self.group}
             for i, gradient in whole.items():
                 if gradient.numel():
-                    self._issue(
-                        compat.REDUCE_SCATTER, parts[i], gradient, op=self._mean, group=self.group
-                    )
+                    self._issue(compat.REDUCE_SCATTER, parts[i], gradient, **options)
         self._divide(parts.values(), self.count)
 
     def average_replicas(self, parts: Sequence[torch.Tensor]) -> None:
-        """All-reduce this rank's parts to their mean over the ranks with the same rows, in place.
-
-        Args:
-            parts: (numel,) each, on the device.
-        """
+        """All-reduce this rank's parts, (numel,) each on the device, to their mean over the ranks
+        with the same rows, in place."""
         with self.agreement.collective():
             for replicas in self.groups[:-1]:
                 group = _alive(replicas)
@@ -164,14 +158,10 @@ class Ranks:
 
     @torch.no_grad()
     def average_late(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Average gradients that no schedule averages, in place: a collective of all ranks.
-
-        Args:
-            gradients: parameter name -> this rank's part, on any device.
-        """
-        ops = tuple(f"ALL_REDUCE of the gradient of {name!r}" for name in gradients)
-        digest = hashlib.sha256("\n".join(ops).encode()).hexdigest()[:32]
-        with self.running(Collectives("the end of a backward", ops, f"late-{digest}")):
+        """Average gradients that no schedule averages, in place: a collective of all ranks. Each is
+        this rank's part, on any device, by the parameter's name."""
+        ops = [f"ALL_REDUCE of the gradient of {name!r}" for name in gradients]
+        with self.agreement.run(_collectives("the end of a backward", ops)):
             for gradient in gradients.values():
                 part = gradient.detach().as_strided((gradient.numel(),), (1,))
                 sent = part.to(self.device)
@@ -204,74 +194,49 @@ class Ranks:
         Raises:
             MegacompileError: another rank has raised inside the enclosing `together` block.
         """
-        what = self.agreement.doing
         self._meet()
-        return self._said(Collectives(what, ("what each rank says",), f"told-{what}"), value)
+        said = _collectives(self.agreement.doing, ["what each rank says"])
+        with self.agreement.run(said), self.agreement.collective():
+            return all_gather_object(self.mesh, value)
 
     def _meet(self) -> None:
         """Wait for all ranks; raises an error that one of them has raised."""
         what = self.agreement.doing
-        for rank, said in self.agreement.meet(what).items():
-            raise Raised.read(said).error(rank, what)
-
-    def said(self, what: Collectives, value: Any) -> list[Any]:
-        """Gather a value, as in `all_gather_object`. `what` names the action for ranks that arrive
-        at a different one."""
-        if self.agreement.doing != TALK:  # in a block of `together`
-            self._meet()
-        return self._said(what, value)
-
-    def _said(self, what: Collectives, value: Any) -> list[Any]:
-        with self.running(what), self.agreement.collective():
-            return all_gather_object(self.mesh, value)
+        for rank, told in self.agreement.meet(what).items():
+            raise _retold(told, rank, what)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Propagate an error of one rank to all: in the others' next `all_gather_object`, or at the
-        end of the block.
-
-        Args:
-            what: names the action: "save() of Net".
-
-        Raises:
-            MegacompileError: with another rank's error class, text and number; a RankError if the
-                error is not megacompile's.
-        """
+        """Propagate an error of one rank to all, in the others' next `all_gather_object` or at the
+        end of the block: with its class and text, or as a RankError if it is not megacompile's.
+        `what` names the action: "save() of Net"."""
         before, self.agreement.doing = self.agreement.doing, what
         try:
-            with self.agreement.working():
-                yield
+            yield
             self._meet()
         except Exception as error:
-            if not is_known(error):
+            if not isinstance(error, RankError) and not hasattr(error, _KNOWN):
                 with suppress(RankError):  # the ranks have stopped already
-                    self.agreement.meet(what, Raised.of(error).text())
-                make_known(error)
+                    self.agreement.meet(what, _told(error))
+                setattr(error, _KNOWN, True)
             raise
         finally:
             self.agreement.doing = before
 
     @torch.no_grad()
     def send_first(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """Broadcast the first rank's values, bit by bit.
-
-        Args:
-            tensors: dense tensors, with the same shapes and dtypes in all ranks, else an error is
-                raised.
-            what: names them: "buffers of Net".
-        """
+        """Broadcast the first rank's values, bit by bit, into dense tensors, with the same shapes
+        and dtypes in all ranks, else an error is raised. `what` names them: "buffers of Net"."""
         given = [tensor for tensor in tensors if tensor.numel()]
-        ops = tuple(f"BROADCAST of {tuple(each.shape)} of {each.dtype}" for each in given)
-        digest = hashlib.sha256("\n".join((what, *ops)).encode()).hexdigest()[:32]
-        with self.running(Collectives(what, ops, digest)):
+        ops = [f"BROADCAST of {tuple(each.shape)} of {each.dtype}" for each in given]
+        with self.agreement.run(_collectives(what, ops)):
             for tensor in given:
                 sent = tensor.detach().to(self.device).contiguous()
                 with self.agreement.collective():
                     for group in map(_alive, self.groups):
+                        whole = sent.view(-1).view(torch.uint8)
                         first = dist.get_global_rank(group, 0)
-                        self._issue(
-                            dist.broadcast, sent.view(-1).view(torch.uint8), first, group=group
-                        )
+                        self._issue(dist.broadcast, whole, first, group=group)
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 
@@ -283,10 +248,34 @@ class Ranks:
         """Gather several numbers from each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = torch.empty(self.count * len(values), dtype=torch.float64, device=self.device)
-        with self.running(_norms(len(values))), self.agreement.collective():
+        norms = _collectives(
+            "optimizer's step or clipping", [f"norms of {len(values) // 2} gradients"]
+        )
+        with self.agreement.run(norms), self.agreement.collective():
             self._issue(compat.ALL_GATHER, found, given, group=self.group)
         rows: list[list[float]] = found.view(self.count, -1).tolist()
         return rows
+
+
+_KNOWN = "_megacompile_known_to_ranks"  # an attribute of errors that all ranks know of
+
+
+def _told(error: Exception) -> str:
+    """An error for the other ranks: its class, if that is megacompile's, and its text."""
+    ours = isinstance(error, MegacompileError) and hasattr(errors, type(error).__name__)
+    return json.dumps([type(error).__name__, str(error)] if ours else ["", described(error)])
+
+
+def _retold(told: str, rank: int, what: str) -> MegacompileError:
+    """The error that the other ranks raise for one of `rank`."""
+    kind, text = json.loads(told)
+    if not kind:
+        why = f"raised {text}, in {what}"
+        message = f"rank {rank} {why}; all ranks stop there; fix the error of that rank"
+        return RankError(message, by=rank, why=why)
+    error: MegacompileError = getattr(errors, kind)(f"rank {rank}: {text}")
+    setattr(error, _KNOWN, True)
+    return error
 
 
 def global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -316,11 +305,10 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def _alone(param: torch.Tensor, what: str) -> Iterator[None]:
     """A context for a collective outside of schedules, in all ranks."""
     mesh = compat.mesh_of(param)
-    agreement = _joint(mesh, torch.device(mesh.device_type)).agreement
-    shape = tuple(param.shape)
-    ops = (f"{what} of a parameter of shape {shape}",)
-    name = "code outside of any schedule"
-    with agreement.run(Collectives(name, ops, f"{what}-{shape}")), agreement.collective():
+    _, _, agreement = _joint(mesh, torch.device(mesh.device_type))
+    ops = [f"{what} of a parameter of shape {tuple(param.shape)}"]
+    code = _collectives("code outside of any schedule", ops)
+    with agreement.run(code), agreement.collective():
         yield
 
 
@@ -334,7 +322,7 @@ def _alive(group: weakref.ref[Any]) -> Any:
     return found
 
 
-def abort_at_once(groups: Sequence[Any]) -> None:
+def _abort_at_once(groups: Sequence[Any]) -> None:
     """Abort the collectives of several groups together. NCCL's abort of one group waits until the
     GPU is idle, so sequential aborts would hang."""
     threads = [
@@ -346,26 +334,16 @@ def abort_at_once(groups: Sequence[Any]) -> None:
         thread.join(_ENDING_S)
 
 
-def _norms(count: int) -> Collectives:
-    digest = f"norms-{count}"
-    return Collectives(
-        "optimizer's step or clipping", (f"norms of {count // 2} gradients",), digest
-    )
+def _collectives(graph: str, ops: Sequence[str]) -> Collectives:
+    """Collectives outside of schedules."""
+    digest = hashlib.sha256("\n".join((graph, *ops)).encode()).hexdigest()[:32]
+    return Collectives(graph, tuple(ops), digest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Joint:
-    """State shared by all models on the same ranks: their collectives have one common order.
-
-    Process groups belong to torch: holding the last reference to a destroyed group would end its
-    threads at some later time, which may hang.
-    """
-
-    world: weakref.ref[Any]  # freed with the default process group
-    groups: tuple[weakref.ref[Any], ...]
-    agreement: Agreement
-
-
+# The process groups and the agreement of the models on the same ranks, whose collectives have one
+# common order; with the default process group. Process groups belong to torch: holding the last
+# reference to a destroyed group would end its threads at some later time, which may hang.
+_Joint = tuple[weakref.ref[Any], tuple[weakref.ref[Any], ...], Agreement]
 _JOINT: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Joint] = {}
 _MADE = itertools.count()
 
@@ -374,31 +352,62 @@ def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
     ranks = global_ranks(mesh)
     key = (device.type, tuple(mesh.mesh.shape), ranks)
     known = _JOINT.get(key)
-    if known is not None and known.world() is dist.group.WORLD is not None:
+    if known is not None and known[0]() is dist.group.WORLD is not None:
         return known
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    limits = Limits.of(groups[-1], device)
+    limit_s, default = compat.group_timeout_s(groups[-1], device)
     meets = device.type != "cuda"
     if meets:
-        timeout = timedelta(seconds=limits.patience_s + _ENDING_S)
+        timeout = timedelta(seconds=_STARTED_S if default else limit_s + _ENDING_S)
         numbers = [dist.get_process_group_ranks(group) for group in groups]
         groups = [
             dist.new_group(each, timeout, backend="gloo", use_local_synchronization=True)
             for each in numbers
         ]
     of_mesh = tuple(weakref.ref(group) for group in groups)
-
-    def abort() -> None:
-        abort_at_once([group for each in of_mesh if (group := each()) is not None])
-
     prefix = f"megacompile/{next(_MADE)}/{'-'.join(map(str, ranks))}"
     agreement = Agreement(
         ranks,
         dist.get_rank(),
         lambda: compat.store(prefix, timeout_s=SILENT_S),
-        limits,
+        limit_s,
         meets=meets,
-        abort=abort,
+        abort=lambda: _abort_at_once([group for each in of_mesh if (group := each()) is not None]),
     )
-    joint = _JOINT[key] = _Joint(weakref.ref(dist.group.WORLD), of_mesh, agreement)
+    joint = _JOINT[key] = (weakref.ref(dist.group.WORLD), of_mesh, agreement)
     return joint
+
+
+_NUMEL = 2**18  # int32 per sum: their products fit a core's cache
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> str:
+    """Checksum of a dense tensor's values in logical order, with any strides, dtype and device.
+
+    Tensors share it only if every bit is the same. int32 words are multiplied by random 64-bit
+    numbers and summed modulo 2^64, and the sums of all MiB are hashed. CPU and GPU agree, because
+    the order of integer sums does not matter. Two different MiB have the same sum with a
+    probability of at most 2^-33; this is a multilinear hash (Carter and Wegman, "Universal classes
+    of hash functions", 1979). A CPU core reads 3 GB/s; with sha256 alone, 1.2.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 4:
+        flat = flat.clone()
+    whole = flat.numel() // 4 * 4
+    factors, parts = _factors(flat.device), flat[:whole].view(torch.int32).split(_NUMEL)
+    sums = [torch.mul(part, factors[: part.numel()]).sum() for part in parts]
+    of_sums = torch.stack(sums).cpu() if whole else torch.empty(0, dtype=torch.int64)
+    sums_bytes = bytes(of_sums.view(torch.uint8).tolist())
+    rest = bytes(flat[whole:].tolist())  # the size distinguishes zeros
+    return hashlib.sha256(sums_bytes + rest + flat.numel().to_bytes(8)).hexdigest()
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """(_NUMEL,) int64, the same in all processes."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False):
+        least, most = -(2**63), 2**63 - 1
+        drawn = torch.randint(least, most, (_NUMEL,), generator=generator, device="cpu")
+        return drawn.to(device)

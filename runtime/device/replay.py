@@ -24,8 +24,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -42,23 +42,6 @@ _PATIENCE = 64  # consecutive calls without a replay after which a graph is free
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
-class Graphs(Protocol):
-    """A device that can capture graphs."""
-
-    def capture(
-        self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
-    ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
-        """Capture the kernels that `code` launches for these inputs. Returns a function that
-        replays them, and the results, which are undefined until it is called.
-
-        Args:
-            leaves: the results are still read after other graphs have been launched.
-        """
-
-    def follow(self) -> None:
-        """Order the caller's next launches after those of earlier graphs, on any stream."""
-
-
 class CudaGraphs:
     """The CUDA graphs of one model on a device. Only one runs at a time. Graphs whose results are
     read at once share one memory pool."""
@@ -73,7 +56,11 @@ class CudaGraphs:
     def capture(
         self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
-        """Capture the kernels that `code` launches; see `Graphs`.
+        """Capture the kernels that `code` launches for these inputs. Returns a function that
+        replays them, and the results, which are undefined until it is called.
+
+        Args:
+            leaves: the results are still read after other graphs have been launched.
 
         Raises:
             RuntimeError: the code does something that cannot be captured, such as waiting for the
@@ -87,8 +74,10 @@ class CudaGraphs:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         self._side.wait_stream(current)
-        with torch.cuda.stream(self._side), _no_collections():
+        collects = gc.isenabled()
+        with torch.cuda.stream(self._side):
             try:
+                gc.disable()  # finalizers may make CUDA calls that invalidate the capture
                 # "thread_local", because other threads keep issuing copies
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 results = list(code(inputs))
@@ -102,6 +91,9 @@ class CudaGraphs:
                 if pool is self._pool:
                     self._sharing = weakref.WeakSet()  # the next capture has another pool
                 raise
+            finally:
+                if collects:
+                    gc.enable()
         current.wait_stream(self._side)
 
         def replay() -> None:
@@ -113,23 +105,11 @@ class CudaGraphs:
         return replay, results
 
     def follow(self) -> None:
-        """Order the caller's next launches after those of earlier graphs; see `Graphs`."""
+        """Order the caller's next launches after those of earlier graphs, on any stream."""
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None and self._last != stream:
             stream.wait_stream(self._last)
         self._last = stream
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Pause garbage collection: finalizers may make CUDA calls that invalidate the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Replay:
@@ -146,7 +126,7 @@ class Replay:
 
     def __init__(
         self,
-        graphs: Graphs,
+        graphs: CudaGraphs,
         replays: weakref.WeakSet[Replay],
         most: int,
         *,
@@ -162,11 +142,6 @@ class Replay:
         self._left = 0  # captures that are still allowed
         self._code: Code | None = None
         self._forget()
-
-    @property
-    def has_graph(self) -> bool:
-        """True if it holds a captured graph."""
-        return self._replay is not None
 
     def forget(self) -> None:
         """Free the graph and its memory. The code may be captured again later."""
@@ -277,7 +252,7 @@ class Replay:
 
 def captured(replays: Collection[Replay]) -> int:
     """The number of replays that hold a captured graph."""
-    return sum(each.has_graph for each in replays)
+    return sum(each._replay is not None for each in replays)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -25,25 +25,20 @@ import torch
 from megacompile.errors import DiskError
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.background import OVER, Completion
-from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.pool import BufferPool, Lease, Reused
-from megacompile.runtime.disk.scratch import Place, ScratchFile
-from megacompile.runtime.disk.transfers import FileSpan, Request, Way
+from megacompile.runtime.disk.scratch import Place
+from megacompile.runtime.disk.transfers import Disk, FileSpan, Way
 
 
 class OnHost:
     """A tensor's copy in a leased buffer; the lease ends when this object is freed.
 
     Args:
-        meta: shape, dtype, strides and device of the tensor.
-        lease: a lease of `stored_bytes(meta)`.
         once: True if it is copied to the device only once, and its buffer is free afterwards.
     """
 
     def __init__(self, meta: TensorMeta, lease: Lease, *, once: bool = False) -> None:
-        self.meta = meta
-        self.lease = lease
-        self.once = once
+        self.meta, self.lease, self.once = meta, lease, once
 
     @staticmethod
     def of(pool: BufferPool, value: torch.Tensor, queue: torch.cuda.Stream | None) -> OnHost:
@@ -78,10 +73,6 @@ class OnHost:
         """The tensor, copied to its device on `queue`, the current stream."""
         return self.copy_to(empty(self.meta), queue)
 
-    def to_host(self) -> OnHost:
-        """Return this copy: it is in host memory already."""
-        return self
-
     def _memory(self) -> torch.Tensor:
         """The host copy, shaped like `_elements`."""
         flat = self.lease.bytes().view(self.meta.dtype)
@@ -100,10 +91,8 @@ def stored_bytes(meta: TensorMeta) -> int:
 
 
 def _extent(meta: TensorMeta) -> int | None:
-    """The number of elements from a tensor's first to its last in memory, if there are no gaps.
-
-    That is less than `numel` for an expanded tensor.
-    """
+    """The number of elements from a tensor's first to its last in memory, if there are no gaps: at
+    most its number of elements, and less if it is expanded."""
     if 0 in meta.shape:
         return 0
     extent = 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
@@ -133,10 +122,8 @@ def converted(
     queue: torch.cuda.Stream | None,
 ) -> Any:
     """The value that a backward reads as `name`, converted on the current stream from the copy that
-    the forward saved: on the device, the host or the disk.
-
-    Schedules of one graph usually save a value in the same place. They do not if a backward was
-    planned differently (for gradients of other outputs): that is slower, but correct.
+    the forward saved: on the device, the host or the disk. Schedules of one graph save a value in
+    different places if a backward was planned for gradients of other outputs.
 
     Args:
         elsewhere: name of a host or disk copy -> name of the value, in both schedules.
@@ -145,34 +132,42 @@ def converted(
     if value in saved_values:
         return OnHost.of(pool, saved_values[value], queue)
     copies = {value: copy for copy, value in elsewhere.items() if copy in saved_values}
-    left = saved_values[copies[value]].to_host()
+    left = saved_values[copies[value]]
+    if isinstance(left, OnDisk):
+        left = left.read(left.what.replace("WRITE", "READ"))
+        left.lease.wait()
     return left if name in elsewhere else left.back(queue)
 
 
-class SavedDisk:
-    """The saved tensors of one model on a disk.
-
-    Args:
-        disk: the owner of the scratch file.
-        pool: the pool of their host staging buffers.
-    """
+class SavedDisk(Reused[Place]):
+    """The saved tensors of one model on a disk, in reused ranges of the scratch file. Reads go into
+    buffers of the pool."""
 
     def __init__(self, disk: Disk, pool: BufferPool) -> None:
-        self.disk = disk
-        self.pool = pool
-        self.places = _FilePlaces(disk.file)
-        self.read_bytes = self.written_bytes = 0  # so far
+        super().__init__()
+        self.disk, self.pool = disk, pool
 
     @property
     def ours(self) -> bool:
         """True if this process owns the file. A child of a fork keeps its tensors on the host."""
         return self.disk.file.process == os.getpid()
 
+    def _make(self, size_bytes: int) -> Place:
+        try:
+            return self.disk.file.take(size_bytes)
+        except DiskError:
+            self.forget()  # free ranges of other sizes
+            return self.disk.file.take(size_bytes)
+
+    def _drop(self, piece: Place) -> None:
+        self.disk.file.give_back(piece)
+
 
 class OnDisk:
     """A tensor's copy on the disk. The write starts at creation; its buffer is free afterwards.
 
     Args:
+        store: the ranges; this process owns their file.
         source: the host copy to write once it is complete.
         what: for errors: "3WRITE_SAVED of 'layers.3'".
 
@@ -180,33 +175,36 @@ class OnDisk:
         DiskError: the disk is full.
     """
 
-    def __init__(self, store: SavedDisk, source: OnHost, what: str) -> None:
-        self.store = store
-        self.what = what
-        self.meta = source.meta
-        self.kept: OnHost | None = None  # in a child of a fork
-        self.request: Request | None = None  # the write
-        self._process = os.getpid()
-        if not store.ours:
-            self.kept = source
-            return
-        lease = source.lease
-        self.place = _lent(store.places, lease.size_bytes, what)
-        spans = self.place.spans(lease)
-        ready = functools.partial(_filled, lease, self.place)
-        self.request = store.disk.request(Way.WRITE, spans, what, ready)
-        self.request.at_end = lease.release
-        store.written_bytes += self.request.size_bytes
-        self.request.begin()
+    place: Place | None = None
 
-    @property
-    def written(self) -> Completion:
-        """The completion of its write."""
-        return OVER if self.request is None else self.request
+    def __init__(self, store: SavedDisk, source: OnHost, what: str) -> None:
+        self.store, self.what, self.meta = store, what, source.meta
+        lease = source.lease
+        try:
+            self.place = store.lend(store.disk.file.round_up(lease.size_bytes))
+        except DiskError as error:
+            raise DiskError(error.errno, f"{what}: {error}") from error
+        before = functools.partial(self._filled, lease)  # it holds the range until it is written
+        self.written = store.disk.request(Way.WRITE, self._spans(lease), what, before)
+        self.written.at_end = lease.release
+        self.written.begin()
+
+    def _filled(self, lease: Lease) -> None:
+        lease.wait()
+
+    def _spans(self, lease: Lease) -> list[FileSpan]:
+        """The whole pages of a buffer, which bypass the page cache, and the remaining bytes."""
+        assert self.place is not None
+        size, unit, at = lease.size_bytes, self.store.disk.file.alignment, self.place.at
+        whole = size // unit * unit
+        return [
+            FileSpan(Place(at + begin, end - begin), functools.partial(_part, lease, begin, end))
+            for begin, end in ((0, whole), (whole, size))
+            if begin < end
+        ]
 
     def read(self, what: str) -> OnHost:
-        """Start a read into a buffer for one copy to the device. A copy kept on the host needs no
-        read.
+        """Start a read into a buffer for one copy to the device.
 
         Args:
             what: for errors: "3READ_SAVED of 'layers.3'".
@@ -214,80 +212,21 @@ class OnDisk:
         Raises:
             DiskError: this is a child of a fork, and the tensor belongs to its parent.
         """
-        if self.kept is not None:
-            return self.kept
-        if self._process != os.getpid():
+        store = self.store
+        if not store.ours:
             raise DiskError(
                 errno.EOWNERDEAD,
                 f"{what}: saved tensors on the disk belong to the process that ran the forward, "
                 "and this is a child of it; run the forward in the child too",
             )
-        store = self.store
         lease = store.pool.lease(stored_bytes(self.meta), after=[self.written])
-        request = store.disk.request(Way.READ, self.place.spans(lease), what)
-        store.read_bytes += request.size_bytes
-        store.pool.read(lease, request)
+        store.pool.read(lease, store.disk.request(Way.READ, self._spans(lease), what))
         return OnHost(self.meta, lease, once=True)
 
-    def to_host(self) -> OnHost:
-        """Read the tensor into host memory, synchronously."""
-        back = self.read(self.what.replace("WRITE", "READ"))
-        back.lease.wait()
-        return back
-
-
-def _filled(lease: Lease, place: _Lent) -> None:
-    """Wait for a copy from the device. The request references this function, and so the range."""
-    del place
-    lease.wait()
-
-
-class _FilePlaces(Reused[Place]):
-    """Reused ranges of the scratch file."""
-
-    def __init__(self, file: ScratchFile) -> None:
-        super().__init__()
-        self.file = file
-
-    def _make(self, size_bytes: int) -> Place:
-        try:
-            return self.file.take(size_bytes)
-        except DiskError:
-            self.forget()  # free ranges of other sizes
-            return self.file.take(size_bytes)
-
-    def _drop(self, piece: Place) -> None:
-        self.file.give_back(piece)
-
-
-class _Lent:
-    """A range, held until the last reference to this object is gone."""
-
-    def __init__(self, places: _FilePlaces, size_bytes: int) -> None:
-        self.places = places
-        self.place = places.lend(places.file.round_up(size_bytes))
-
-    def spans(self, lease: Lease) -> list[FileSpan]:
-        """The whole pages of a buffer, which bypass the page cache, and the remaining bytes."""
-        size, unit = lease.size_bytes, self.places.file.alignment
-        whole, at = size // unit * unit, self.place.at
-        return [
-            FileSpan(Place(at + begin, end - begin), functools.partial(_part, lease, begin, end))
-            for begin, end in ((0, whole), (whole, size))
-            if begin < end
-        ]
-
     def __del__(self) -> None:
-        if hasattr(self, "place"):
-            self.places.give_back(self.place)
+        if self.place is not None:
+            self.store.give_back(self.place)
 
 
 def _part(lease: Lease, begin: int, end: int) -> torch.Tensor:
     return lease.bytes()[begin:end]
-
-
-def _lent(places: _FilePlaces, size_bytes: int, what: str) -> _Lent:
-    try:
-        return _Lent(places, size_bytes)
-    except DiskError as error:
-        raise DiskError(error.errno, f"{what}: {error}") from error

@@ -1,4 +1,4 @@
-"""The streams of a schedule on a device, and the handles with their events.
+"""The streams of a schedule on a device, the handles with their events, and the slots.
 
 Every op returns a `Handle`: its value, its stream, and the event recorded right after it. An op
 that takes a handle from another stream waits for that event first. These edges of the graph are the
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion
 
@@ -38,11 +39,7 @@ class Handle:
     deferred: bool = False  # not issued yet: no value, no event
 
 
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    handle: Handle
-    waits: tuple[Handle, ...]
-    work: Callable[[], Any]
+_Deferred = tuple[Handle, tuple[Handle, ...], Callable[[], Any]]  # its waits, its work
 
 
 class Streams:
@@ -53,18 +50,12 @@ class Streams:
         self._copies: dict[Stream, torch.cuda.Stream] = {}
         self._compute: torch.cuda.Stream | None = None
         self._deferred: deque[_Deferred] = deque()  # on the h2d and comm streams
-        # True if the running graph uses only the compute stream; then events are unnecessary. Set
-        # by the executor
-        self.alone = False
+        self.alone = False  # set by the executor: the running graph uses only the compute stream
         if device.type == "cuda":
-            # h2d overlaps weights with compute, d2h overlaps gradients: one per direction, full
-            # duplex
-            self._copies = {
-                Stream.H2D: torch.cuda.Stream(device),
-                Stream.D2H: torch.cuda.Stream(device),
-                # collectives overlap copies and compute; torch's own comm stream waits for this one
-                Stream.COMM: torch.cuda.Stream(device),
-            }
+            # Copies of weights and of gradients overlap compute, one per direction: full duplex.
+            # Collectives overlap both; torch's own comm stream waits for this one.
+            kinds = (Stream.H2D, Stream.D2H, Stream.COMM)
+            self._copies = {kind: torch.cuda.Stream(device) for kind in kinds}
 
     def run(self) -> AbstractContextManager[None]:
         """A context in which the compute stream is the caller's current stream."""
@@ -89,7 +80,7 @@ class Streams:
         self._issue_ready()
         if self._must_wait(stream, waits):
             handle = Handle(None, stream, deferred=True)
-            self._deferred.append(_Deferred(handle, waits, work))
+            self._deferred.append((handle, waits, work))
             return handle
         wait_for_host(waits)
         for handle in waits:
@@ -102,8 +93,8 @@ class Streams:
         if stream is Stream.H2D:
             return bool(self._deferred) or _busy(waits)
         if stream is Stream.COMM:
-            behind = any(entry.handle.stream is Stream.COMM for entry in self._deferred)
-            return behind or any(handle.deferred for handle in waits)
+            follows = any(handle.stream is Stream.COMM for handle, *_ in self._deferred)
+            return follows or any(handle.deferred for handle in waits)
         return False
 
     def hand(
@@ -145,7 +136,7 @@ class Streams:
 
     def _issue_ready(self) -> None:
         """Issue deferred work that no longer has to wait."""
-        while self._deferred and not _busy(self._deferred[0].waits):
+        while self._deferred and not _busy(self._deferred[0][1]):
             self._issue_next()
 
     def _catch_up(self, last: Handle | None) -> None:
@@ -154,9 +145,9 @@ class Streams:
             self._issue_next()
 
     def _issue_next(self) -> None:
-        entry = self._deferred.popleft()
-        wait_for_host(entry.waits)
-        self._now(entry.handle, entry.waits, entry.work)
+        handle, waits, work = self._deferred.popleft()
+        wait_for_host(waits)
+        self._now(handle, waits, work)
 
     def _queue(self, stream: Stream) -> torch.cuda.Stream:
         if stream is Stream.COMPUTE:
@@ -184,3 +175,99 @@ def wait_for_host(waits: Iterable[Handle]) -> None:
     for handle in waits:
         if handle.host is not None:
             handle.host.wait()
+
+
+_NEVER = 2**31
+
+
+class DeviceSlots:
+    """Device buffers that buckets are streamed into, by slot, shared by all schedules of a model.
+
+    Each is as large as the largest bucket it had to hold. Schedules run one after another on the
+    compute stream, and each starts with a wait for it (`begin`), so they can share buffers.
+    `generation` counts the runs: a backward may reuse its forward's slots only if it is the very
+    next run. `left` records the buckets that a forward without a backward leaves in their slots for
+    the next forward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: list[torch.Tensor] = []  # (size_bytes,) uint8 each
+        self.generation = 0
+        self.stay_from = _NEVER  # the first slot for buckets that stay between forwards
+        # slot -> bucket key, and a function: True if the bucket is as it was copied
+        self.left: dict[int, tuple[int, Callable[[], bool]]] = {}
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    def has(self, wanted: Sequence[tuple[int, Bucket]]) -> bool:
+        """True if these slots hold these buckets in their current state."""
+        for index, bucket in wanted:
+            key, is_current = self.left.get(index, (None, None))
+            if key != bucket.key or is_current is None or not is_current():
+                return False
+        return bool(wanted)
+
+    def trim(self, count: int) -> None:
+        """Free the slots after the first `count` that were for buckets that stay."""
+        keep = max(count, self.stay_from)
+        if keep < len(self.buffers):
+            del self.buffers[keep:]
+            self._views = {key: v for key, v in self._views.items() if key[0] < keep}
+            self.left = {index: held for index, held in self.left.items() if index < keep}
+            self.generation += 1
+
+    def keeps(self, slots: Sequence[Slot]) -> bool:
+        """True if `require` would replace no buffer, so that their contents stay."""
+        for slot in slots:
+            if slot.index < len(self.buffers):
+                if self.buffers[slot.index].numel() < slot.size_bytes:
+                    return False
+        return True
+
+    def require(self, slots: Sequence[Slot]) -> None:
+        """Allocate `slots` as needed. Buffers that must grow are replaced, on the compute stream.
+
+        The old buffer is freed to the allocator. Its next user on the compute stream runs after
+        every reader of the buffer, and these readers ran after the copies into it.
+        """
+        for slot in slots:
+            is_new = slot.index == len(self.buffers)  # slots are numbered from 0
+            if not is_new and slot.size_bytes <= self.buffers[slot.index].numel():
+                continue
+            with torch.inference_mode(False):  # later runs write to it outside of inference mode
+                buffer = torch.empty(slot.size_bytes, dtype=torch.uint8, device=self.device)
+            self.buffers[slot.index : slot.index + 1] = [buffer]
+            self._views = {key: v for key, v in self._views.items() if key[0] != slot.index}
+            self.generation += 1
+
+    def flat(self, slot: Slot, bucket: Bucket) -> torch.Tensor:
+        """The part of a slot that a bucket fills: (bucket.size_bytes,) uint8."""
+        return self.buffers[slot.index][: bucket.size_bytes]
+
+    def weights(self, slot: Slot, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        """A bucket's parameters as views of a slot."""
+        key = (slot.index, bucket.key)
+        if key not in self._views:
+            buffer = self.buffers[slot.index]
+            self._views[key] = tuple(
+                buffer[p.offset_bytes : p.offset_bytes + p.size_bytes]
+                .view(p.dtype)
+                .as_strided(p.shape, p.stride)
+                if p.numel
+                else torch.empty(p.shape, dtype=p.dtype, device=self.device)
+                for p in bucket.params
+            )
+        return self._views[key]
+
+    def forget(self) -> None:
+        """Free the buffers; called when other buckets are streamed, which need other sizes.
+
+        First waits for copies into them that a failed run left in flight.
+        """
+        if self.buffers and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.buffers.clear()
+        self.left.clear()
+        self.stay_from = _NEVER
+        self._views.clear()
+        self.generation += 1

@@ -1,21 +1,21 @@
 """A private file on a disk, and allocation of byte ranges (places) in it.
 
-The file has no name (`O_TMPFILE`, or unlinked after creation), so the system frees it when this
-process and its forked children have ended, even if they are killed. Taking a place allocates its
-blocks, so a full disk is detected there, not in the middle of a step. New places read as zeros.
+The file has no name (it is unlinked after creation), so the system frees it when this process and
+its forked children have ended, even if they are killed. Taking a place allocates its
+blocks, so a full disk is detected there, not in the middle of a step. New places read as zeros. A
+place that was given back has no blocks, and is used again for the same size.
 
 [Note: direct I/O] Reads and writes of a step bypass the page cache (`O_DIRECT`): disk= is meant to
 save host memory, and copying through the cache takes the CPU longer than the transfer takes the
-disk. If the file system does not support it (some network and FUSE ones), reads and writes use the
-cache, and the system is asked to drop the pages afterwards.
+disk. If the file system does not support it (some network and FUSE ones), they use the cache, and
+the system is asked to drop the pages afterwards.
 
 [Note: coherence] User code reads places through a shared mapping
-(`runtime/device/disk_buffers.py`), that is, through the page cache. Linux keeps the cache coherent
-with direct I/O: it writes back dirty pages before a direct read or write, and a direct write drops
-the pages, including from page tables, before and after. This fails only for concurrent accesses to
-the same page, which the guards of states exclude (`runtime/params/guards.py`). So places are
-page-aligned, and no explicit sync is needed. POSIX does not define O_DIRECT; `_is_coherent` tests
-it, and direct I/O is disabled on file systems that fail the test.
+(`runtime/device/buffers.py`), that is, through the page cache. Linux keeps the cache coherent
+with direct I/O: it writes back dirty pages before a direct access, and a direct write drops the
+pages, also from page tables. This fails only for concurrent accesses to one page, which the guards
+of states exclude (`runtime/params/guards.py`). So places are page-aligned, and no explicit sync is
+needed. POSIX does not define O_DIRECT; file systems that fail `_is_coherent` do without.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from pathlib import Path
 from megacompile import notices
 from megacompile.errors import DiskError
 from megacompile.text import format_bytes
+
+_PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,61 +61,56 @@ class ScratchFile:
         DiskError: the folder does not exist, or no file can be created in it.
     """
 
+    alignment = max(4096, mmap.PAGESIZE)  # bytes, of offsets, lengths and addresses in direct I/O
+
     def __init__(self, folder: str | os.PathLike[str], *, limit_bytes: int | None = None) -> None:
         self.folder = Path(folder)
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.process = os.getpid()
         self._end = 0
-        self._free: deque[Place] = deque()  # thread-safe: popping a place claims it
+        # by size; thread-safe: popping a place claims it
+        self._free: dict[int, deque[Place]] = {}
         self._given_back: deque[Place] = deque()
         try:
-            self.fd = _unnamed(self.folder)
+            self.fd, name = tempfile.mkstemp(prefix=".megacompile-", dir=folder)
+            os.unlink(name)
         except OSError as error:
             raise DiskError(
                 error.errno or errno.EIO,
                 f"disk={str(folder)!r}: no file can be created there ({error.strerror or error}); "
                 "needed a folder that this process can write to, on a local disk",
             ) from error
-        self._close = weakref.finalize(self, os.close, self.fd)
+        weakref.finalize(self, os.close, self.fd)
         self.direct_fd: int | None = None
-        self.alignment = _alignment(self.fd)
-        self._try_direct()
-
-    def _try_direct(self) -> None:
-        """Open the file for direct I/O, if the file system supports it; see [Note: direct I/O]."""
         try:
-            direct = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT)
-        except (AttributeError, OSError) as error:  # AttributeError: not Linux
-            self._say_buffered(str(error))
-            return
+            self.direct_fd = self._direct()
+        except OSError as error:
+            notices.warn_once(
+                f"no direct I/O on device {os.fstat(self.fd).st_dev}",
+                f"megacompile: disk={str(self.folder)!r} has no direct I/O "
+                f"({error.strerror or error}): reads and writes go through the page cache, which "
+                "takes host memory and CPU time; use a folder on a local file system (ext4, xfs, "
+                "btrfs)",
+                notices.Whose.HOST,
+            )
+
+    def _direct(self) -> int:
+        """Open the file for direct I/O; see [Note: direct I/O].
+
+        Raises:
+            OSError: the file system does not support it, or its reads and writes are not coherent
+                with mappings of the file.
+        """
+        direct = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT)
+        weakref.finalize(self, os.close, direct)
         place = self.take(self.alignment)
         try:
-            coherent = _is_coherent(self.fd, direct, place)
-        except OSError as error:  # O_DIRECT may be accepted by open() and rejected by reads
-            coherent, why = False, error.strerror or str(error)
-        else:
-            why = "direct reads and writes are not coherent with mappings of the file"
+            if not _is_coherent(self.fd, direct, place):  # or reads and writes may be refused
+                raise OSError("direct reads and writes are not coherent with mappings of the file")
         finally:
             self.give_back(place)
-        if coherent:
-            self.direct_fd = direct
-            weakref.finalize(self, os.close, direct)
-        else:
-            os.close(direct)
-            self._say_buffered(why)
-
-    def _say_buffered(self, why: str) -> None:
-        device = os.fstat(self.fd).st_dev
-        if device in _SAID:
-            return
-        _SAID.add(device)
-        notices.warn(
-            f"megacompile: disk={str(self.folder)!r} has no direct I/O ({why}): reads and writes "
-            "go through the page cache, which takes host memory and CPU time; use a folder on a "
-            "local file system (ext4, xfs, btrfs)",
-            notices.Whose.HOST,
-        )
+        return direct
 
     def round_up(self, size_bytes: int) -> int:
         """The allocated size for this many bytes."""
@@ -130,9 +127,9 @@ class ScratchFile:
         self._check_limit(size)
         place = self._find(size)
         try:
-            _allocate(self.fd, place)
+            os.posix_fallocate(self.fd, place.at, place.size_bytes)
         except OSError as error:
-            self._free.append(place)
+            self._keep(place)
             raise self._full(error.errno or errno.EIO, size) from error
         self.used_bytes += size
         return place
@@ -167,26 +164,12 @@ class ScratchFile:
         )
 
     def _find(self, size: int) -> Place:
-        """A place in a hole, or at the end of the file."""
-        holes = self._pop_holes()
-        for i, hole in enumerate(holes):
-            if hole.size_bytes >= size:
-                rest = Place(hole.at + size, hole.size_bytes - size)
-                holes[i : i + 1] = [rest] if rest.size_bytes else []
-                self._free.extend(holes)
-                return Place(hole.at, size)
-        self._free.extend(holes)
+        """A place that was given back, or one at the end of the file."""
+        with contextlib.suppress(KeyError, IndexError):
+            return self._free[size].popleft()
         at = self._end  # no call between these two lines, so threads do not switch there
         self._end = at + size
         return Place(at, size)
-
-    def _pop_holes(self) -> list[Place]:
-        """Claim all holes that no other thread has claimed."""
-        holes = []
-        with contextlib.suppress(IndexError):
-            while True:
-                holes.append(self._free.popleft())
-        return holes
 
     def give_back(self, place: Place) -> None:
         """Free a place. Finalizers call this too, possibly in the middle of `take`."""
@@ -194,71 +177,22 @@ class ScratchFile:
             self._given_back.append(place)
 
     def _collect(self) -> None:
-        """Deallocate the places that were given back, and merge adjacent holes."""
+        """Deallocate the places that were given back."""
         with contextlib.suppress(IndexError):  # empty
             while True:
                 place = self._given_back.popleft()
                 self.used_bytes -= place.size_bytes
                 if _punch(self.fd, place):  # otherwise not reused: it would not read as zeros
-                    self._free.append(place)
-        merged: list[Place] = []
-        for hole in sorted(self._pop_holes(), key=lambda hole: hole.at):
-            if merged and merged[-1].at + merged[-1].size_bytes == hole.at:
-                last = merged.pop()
-                hole = Place(last.at, last.size_bytes + hole.size_bytes)
-            merged.append(hole)
-        self._free.extend(merged)
+                    self._keep(place)
 
-
-def _unnamed(folder: Path) -> int:
-    """Create an unnamed file in a folder; returns its descriptor."""
-    flag = getattr(os, "O_TMPFILE", None)
-    if flag is not None:
-        with contextlib.suppress(OSError):  # some file systems do not support it
-            return os.open(folder, flag | os.O_RDWR, 0o600)
-    fd, name = tempfile.mkstemp(prefix=".megacompile-", dir=folder)
-    os.unlink(name)
-    return fd
-
-
-def _allocate(fd: int, place: Place) -> None:
-    """Allocate the blocks of a place on the disk."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, place.at, place.size_bytes)
-    else:  # macOS
-        os.ftruncate(fd, max(os.fstat(fd).st_size, place.at + place.size_bytes))
+    def _keep(self, place: Place) -> None:
+        self._free.setdefault(place.size_bytes, deque()).append(place)
 
 
 def _punch(fd: int, place: Place) -> bool:
     """Deallocate the blocks of a place; returns False if this is not supported."""
-    try:
-        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-    except (AttributeError, OSError):
-        return False
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return bool(fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, place.at, place.size_bytes) == 0)
-
-
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
-_SAID: set[int] = set()  # devices that were warned about
-
-
-def _alignment(fd: int) -> int:
-    """The alignment of offsets, lengths and addresses: that of pages and of direct I/O."""
-    least = max(_PAGE, mmap.PAGESIZE)
-    status = (ctypes.c_uint32 * 64)()  # struct statx: 256 bytes
-    try:
-        statx = ctypes.CDLL(None, use_errno=True).statx
-    except (AttributeError, OSError):
-        return least
-    if statx(fd, b"", _EMPTY_PATH, _DIOALIGN, ctypes.byref(status)) != 0:
-        return least
-    memory, offset = (status[38], status[39]) if status[0] & _DIOALIGN else (0, 0)
-    return max(least, memory, offset)
-
-
-_PAGE = 4096
-_EMPTY_PATH, _DIOALIGN = 0x1000, 0x2000  # AT_EMPTY_PATH, STATX_DIOALIGN (Linux 6.1)
+    span = (ctypes.c_int64(place.at), ctypes.c_int64(place.size_bytes))
+    return bool(ctypes.CDLL(None).fallocate(fd, _PUNCH_HOLE, *span) == 0)
 
 
 def _is_coherent(fd: int, direct: int, place: Place) -> bool:
@@ -277,18 +211,3 @@ def _is_coherent(fd: int, direct: int, place: Place) -> bool:
             if memory[:] != shared[:]:
                 return False
     return True
-
-
-def kind_of(path: Path) -> str:
-    """The type of a path's file system, such as "ext4"; "" if unknown."""
-    try:
-        device = os.stat(path).st_dev
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    name = f"{os.major(device)}:{os.minor(device)}"
-    for line in lines:
-        mount, _, system = line.partition(" - ")
-        if mount.split()[2] == name:
-            return system.split()[0]
-    return ""

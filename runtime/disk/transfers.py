@@ -4,20 +4,18 @@ A request is split into chunks, and the threads of its direction process them in
 wait in the kernel without the GIL, which is as fast as io_uring here (docs/decisions/0028-disk.md).
 Reads and writes have separate threads, so neither delays the other.
 
-[Note: chunks] Between two chunks a thread needs the GIL. It waits up to 5 ms for it
-(`sys.getswitchinterval`) while another thread runs Python, such as the one that launches kernels. A
-chunk of 4 MiB takes about as long. So chunks are large, but a request has enough of them for all
-threads.
+[Note: chunks] Between two chunks a thread waits up to 5 ms for the GIL (`sys.getswitchinterval`)
+while another thread runs Python, such as the one that launches kernels. A chunk of 4 MiB takes
+about as long. So chunks are large, but a request has enough of them for all threads.
 
 [Note: order] Requests are ordered only by `before`, in which a disk thread waits. A write waits
 there for the work that computes its content, which never runs on a disk thread; a read waits for
 nothing (see [Note: no deadlock] in `runtime/device/pool.py`).
 
 [Note: interrupts] A request is created first and started later, so that the code that must wait for
-it is registered before a thread sees it. It is submitted as a whole to every thread of its
-direction, and each thread takes chunks until none are left. So submitting it twice is harmless, and
-if Ctrl-C interrupts a submission, the threads that have the request complete it, or its waiter
-submits it again.
+it is registered before a thread sees it. Every thread of its direction gets all of it, and takes
+chunks until none are left. So submitting it twice is harmless: if Ctrl-C interrupts a submission,
+the threads that have the request complete it, or its waiter submits it again.
 """
 
 from __future__ import annotations
@@ -25,19 +23,16 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
-import functools
 import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass
 
 import torch
 
-from megacompile import notices
 from megacompile.errors import DiskError
 from megacompile.runtime.device.background import Background, Completion
 from megacompile.runtime.disk.scratch import Place, ScratchFile
@@ -61,8 +56,8 @@ class FileSpan:
 
     place: Place
     memory: Callable[[], torch.Tensor]
-    """Returns the memory, flat uint8 on the host, once it exists; called from any thread. The page
-    cache is used unless address, place and size are multiples of the alignment."""
+    """Returns the memory, flat uint8 on the host, once it exists; called from any thread. Direct
+    I/O needs multiples of the alignment as address, place and size."""
 
 
 def nothing() -> None:
@@ -80,23 +75,19 @@ class Request(Completion):
 
     def __init__(
         self,
+        disk: Disk,
         way: Way,
         spans: Sequence[FileSpan],
-        file: ScratchFile,
         what: str,
         before: Callable[[], None],
-        lanes: Sequence[Background],
     ) -> None:
         self._over: Future[None] = Future()
         super().__init__(future=self._over)
-        self._lanes = lanes
-        self.way = way
-        self.what = what
-        self.file = file
+        self._disk, self.way, self.what = disk, way, what
         self.size_bytes = sum(span.place.size_bytes for span in spans)
-        self._chunks = [chunk for span in spans for chunk in _chunks(span, file.alignment)]
-        self._count = len(self._chunks)
-        self._before = before
+        unit = disk.file.alignment
+        self._chunks = [chunk for span in spans for chunk in _chunks(span, unit)]
+        self._count, self._before = len(self._chunks), before
         self._next = itertools.count()  # threads advance both counters without a lock
         self._done = itertools.count(1)
         self._error: BaseException | None = None
@@ -113,7 +104,7 @@ class Request(Completion):
             if next(self._done) == 1:  # a waiter may call this again
                 self._end(None)
         elif not self.done():
-            for lane in self._lanes:
+            for lane in self._disk.lanes[self.way]:
                 lane.submit(self.work)
 
     def work(self) -> None:
@@ -124,7 +115,8 @@ class Request(Completion):
                     self._before()
                     self.began_s = self.began_s or time.perf_counter()
                     span, at, size = self._chunks[i]
-                    _transfer(self.file, self.way, span.place.at + at, span.memory(), at, size)
+                    place = span.place.at + at
+                    _transfer(self._disk.file, self.way, place, span.memory(), at, size)
                 except BaseException as error:
                     self._error = self._error or self._failed(error, self._chunks[i])
             if next(self._done) == self._count:
@@ -136,6 +128,7 @@ class Request(Completion):
         at_end, self.at_end = self.at_end, nothing
         at_end()
         if error is None:
+            self._disk.count(self)
             self._over.set_result(None)
         else:
             self._over.set_exception(error if self.explained is None else self.explained(error))
@@ -143,21 +136,16 @@ class Request(Completion):
     def _failed(self, error: BaseException, chunk: _Chunk) -> BaseException:
         if isinstance(error, DiskError) or not isinstance(error, OSError):
             return error  # from `before`
-        number = error.errno or errno.EIO
-        advice = {
-            errno.ENOSPC: "the disk is full: free space there",
-            errno.EDQUOT: "a quota is used up: free space there",
-        }.get(number, "the disk or its connection may be failing: see the system's log (dmesg)")
+        number, folder = error.errno or errno.EIO, self._disk.file.folder
+        is_full = number in (errno.ENOSPC, errno.EDQUOT)
+        failing = "the disk or its connection may be failing: see the system's log (dmesg)"
         return DiskError(
             number,
             f"{self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} failed at "
-            f"offset {chunk[0].place.at + chunk[1]} of the scratch file in {self.file.folder} with "
-            f"errno {number} ({os.strerror(number)}); {advice}, or name another folder as disk=",
+            f"offset {chunk[0].place.at + chunk[1]} of the scratch file in {folder} with errno "
+            f"{number} ({os.strerror(number)}); {'free space there' if is_full else failing}, or "
+            "name another folder as disk=",
         )
-
-    def failed(self) -> bool:
-        """True if it has failed."""
-        return self._over.done() and self._over.exception() is not None
 
     def wait(self) -> None:
         """Wait for completion.
@@ -165,21 +153,17 @@ class Request(Completion):
         Raises:
             DiskError: the read or write failed.
         """
-        start = time.monotonic()
-        while True:
+        self.finish()
+        self._over.result()
+
+    def finish(self) -> None:
+        """Wait until it has completed or failed."""
+        while not self._over.done():
             try:
-                self._over.result(timeout=_PATIENCE_S)
-            except StillRunning:
-                if self._over.done():
-                    raise  # the request's own TimeoutError
-                if self.held:
-                    start = time.monotonic()
-                    continue
-                self.begin()
-                if time.monotonic() - start >= _SLOW_S:
-                    self._say_slow(time.monotonic() - start)
-            else:
-                return
+                self._over.exception(timeout=_PATIENCE_S)
+            except TimeoutError:
+                if not self.held:
+                    self.begin()
 
     def call_off(self, error: BaseException) -> None:
         """Fail a request that was not started; waiters raise `error`."""
@@ -187,71 +171,40 @@ class Request(Completion):
             self.began_s = time.perf_counter()
             self._end(error)
 
-    def finish(self) -> None:
-        """Wait until it has completed or failed."""
-        while not self._over.done():
-            try:
-                self._over.exception(timeout=_PATIENCE_S)
-            except StillRunning:
-                self.begin()
-
     def when_done(self, work: Callable[[], None]) -> None:
         """Register a function that the completing thread calls."""
         self._over.add_done_callback(lambda _: work())
 
-    def _say_slow(self, seconds: float) -> None:
-        if self.file.folder in _SLOW:
-            return
-        _SLOW.add(self.file.folder)
-        notices.warn(
-            f"megacompile: {self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} "
-            f"in {self.file.folder} is not done after {seconds:.0f} s; the disk is slow, or hangs "
-            "(shown once)",
-            notices.Whose.RANK,
-        )
-
 
 _PATIENCE_S = 1.0
-_SLOW_S = 30.0
-_SLOW: set[object] = set()  # folders that were warned about
 
 
-class Transfers:
-    """The threads that read and write scratch files.
+class Disk:
+    """A scratch file, and the threads that read and write it: so many for each direction."""
 
-    Args:
-        threads: number of threads per direction.
-    """
-
-    def __init__(self, threads: int = THREADS) -> None:
+    def __init__(self, file: ScratchFile, threads: int = THREADS) -> None:
+        self.file = file
         self._moved = dict.fromkeys(Way, 0)
         self._counting = threading.Lock()
-        self._lanes = {
+        self.lanes = {
             way: tuple(Background(f"megacompile-disk-{way.value}-{i}") for i in range(threads))
             for way in Way
         }
 
     def request(
-        self,
-        way: Way,
-        file: ScratchFile,
-        spans: Sequence[FileSpan],
-        what: str,
-        before: Callable[[], None] = nothing,
+        self, way: Way, spans: Sequence[FileSpan], what: str, before: Callable[[], None] = nothing
     ) -> Request:
-        """Create a read or write; the caller starts it with `begin`."""
-        request = Request(way, spans, file, what, before, self._lanes[way])
-        request.when_done(functools.partial(self._count, request))
-        return request
-
-    def _count(self, request: Request) -> None:
-        if not request.failed():
-            with self._counting:
-                self._moved[request.way] += request.size_bytes
+        """Create a read or write; the caller starts it with `begin`. See `Request`."""
+        return Request(self, way, spans, what, before)
 
     def moved_bytes(self, way: Way) -> int:
-        """Bytes of all successful requests so far."""
+        """Bytes of all successful requests so far, without accesses through mappings."""
         return self._moved[way]
+
+    def count(self, request: Request) -> None:
+        """Count the bytes of a successful request; called by the completing thread."""
+        with self._counting:
+            self._moved[request.way] += request.size_bytes
 
 
 _Chunk = tuple[FileSpan, int, int]  # offset in the span, bytes
@@ -270,35 +223,18 @@ def _transfer(
     """Read or write one chunk; the system may split it into several calls."""
     address = whole.data_ptr() + start
     assert whole.dtype is torch.uint8 and start + size <= whole.numel()
-    aligned = all(value % file.alignment == 0 for value in (address, at, size))
-    direct = file.direct_fd is not None and aligned
-    fd = file.direct_fd if direct and file.direct_fd is not None else file.fd
+    fd = file.fd
+    if file.direct_fd is not None and not any(x % file.alignment for x in (address, at, size)):
+        fd = file.direct_fd
     memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
     call = os.preadv if way is Way.READ else os.pwritev
-    done, tries = 0, 0
+    done = 0
     while done < size:
-        try:
-            count = call(fd, [memory[done:]], at + done)
-        except InterruptedError:
-            continue
-        except BlockingIOError:
-            tries += 1
-            if tries > _TRIES:
-                raise
-            time.sleep(min(0.001 * 2**tries, 1.0))
-            continue
+        count = call(fd, [memory[done:]], at + done)
         if count == 0:
             raise OSError(errno.EIO, "end of file")
-        tries = 0
         done += count
-        if direct and done < size:  # a short transfer: continue at an aligned offset
-            back = done % file.alignment
-            if back == count:
-                fd, direct = file.fd, False  # less than one unit: use the page cache for the rest
-            else:
-                done -= back
-    if not direct and hasattr(os, "posix_fadvise"):
+        if done < size:
+            fd = file.fd  # the rest may be unaligned
+    if fd == file.fd:
         os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)  # also starts writing dirty pages
-
-
-_TRIES = 12  # about 4 s

@@ -282,7 +282,7 @@ class Call:
         named = executor.tangents
         inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
-        for name in executor.inputs["backward"]:
+        for name in executor.backward_inputs:
             if name in inputs:
                 continue
             if name in saved_values:
@@ -443,7 +443,7 @@ class Call:
         """The names of the values that this backward reads: a subset of all that may be saved."""
         executor = self._wanted(tangents)
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
-        for name in executor.inputs["backward"]:
+        for name in executor.backward_inputs:
             yield elsewhere.get(name, name)  # the forward left it there
             yield name
         yield from executor.constants_in["backward"]

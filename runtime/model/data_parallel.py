@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
-from megacompile.runtime.device.forks import Live
+from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model import loops
 from megacompile.runtime.model.pass_through import (
@@ -339,4 +339,4 @@ def _shared_refused(name: str) -> str:
     )
 
 
-_LIVE: Live[DataParallel] = Live()
+_LIVE: WeakIdSet[DataParallel] = WeakIdSet()

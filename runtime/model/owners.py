@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from megacompile.errors import ModelError
-from megacompile.runtime.device.forks import Live
+from megacompile.runtime.device.background import WeakIdSet
 
 
 class Owner(Protocol):
@@ -73,4 +73,4 @@ def forget(owner: Owner) -> None:
     _LIVE.discard(owner)
 
 
-_LIVE: Live[Owner] = Live()
+_LIVE: WeakIdSet[Owner] = WeakIdSet()

@@ -52,7 +52,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         machine.device_update.forget()
         machine.activations.forget()
         if machine.saved_disk is not None:
-            machine.saved_disk.places.forget()
+            machine.saved_disk.forget()
         optimizers = hooks.optimizers_of(streamed.updates)
         if streamed.options.optimizer is not None:
             optimizers.append(streamed.options.optimizer)

@@ -23,8 +23,7 @@ from megacompile.errors import HostMemoryError, ModelError, OptionError
 from megacompile.host_memory import available_bytes
 from megacompile.ir.buckets import shard_shape
 from megacompile.packed import packed_parameters
-from megacompile.runtime.device.checksum import checksum
-from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.device.ranks import Ranks, checksum
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.params.accumulators import Accumulator
 from megacompile.runtime.params.guards import guard_dtensors, release

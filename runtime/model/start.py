@@ -18,13 +18,12 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.plan import first_to_disk
 from megacompile.options import Lowering, Options
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.device.disk_buffers import Disk
-from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.pool import HostBudget
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs
-from megacompile.runtime.device.slots import DeviceSlots
-from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.device.streams import DeviceSlots, Streams
 from megacompile.runtime.disk.scratch import ScratchFile
+from megacompile.runtime.disk.transfers import Disk
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.fill import Filling

@@ -6,16 +6,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
+from megacompile.errors import AnomalyError
 from megacompile.ir.stages import ArgRef, Code, LoweredFn, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.replay import Graphs, Replay
+from megacompile.runtime.device.replay import Replay
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops import anomaly
-from megacompile.runtime.ops.group import Group, OpGroup
+from megacompile.runtime.ops.machine import Group, OpGroup
 
 Random = tuple[torch.Tensor, ...]
 
@@ -34,7 +33,7 @@ def set_random_state(device: torch.device, state: Random) -> None:
 
 
 class ComputeOps(OpGroup):
-    """`megacompile.ir.ops.stage_ops` on a machine."""
+    """The ops of `megacompile.ir.ops.stage_ops` that compute."""
 
     def save_rng(self, stage: Stage) -> Handle:
         del stage
@@ -58,7 +57,8 @@ class ComputeOps(OpGroup):
         return tensor
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
-        code = self._code(stage, Code.FORWARD_SAVING if saving else Code.FORWARD)
+        kind = Code.FORWARD_SAVING if saving else Code.FORWARD
+        code = self._replayed(stage, kind) if self.captures else stage.traced.code[kind]
         count = stage.result_count
 
         def run() -> Sequence[Any]:
@@ -67,16 +67,15 @@ class ComputeOps(OpGroup):
 
         return self._issue_many((weights, args), run)
 
-    def _code(self, stage: Stage, code: Code) -> LoweredFn:
-        """The code of a stage; replayed as a CUDA graph if it is the only stage and the plan says
-        so."""
+    def _replayed(self, stage: Stage, code: Code) -> LoweredFn:
+        """The code of the only stage, replayed as a CUDA graph if the device can do that."""
         function = stage.traced.code[code]
         graphs = self.machine.graphs
-        if not self.captures or graphs is None or self.recording is not None:
+        if graphs is None or self.recording is not None:
             return function
         if code not in self.replays:
-            given = graphs, self.machine.replays, 2 * self.captures
-            self.replays[code] = _replay(stage, code, *given)
+            options = _replay_options(stage, code)
+            self.replays[code] = Replay(graphs, self.machine.replays, 2 * self.captures, **options)
         return functools.partial(self.replays[code], function)
 
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
@@ -144,9 +143,11 @@ class ComputeOps(OpGroup):
             )
             given = list(inputs) if looks else ()
             inputs += [handle.value for handle in live]
-            found = self._code(stage, Code.BACKWARD)(inputs)
+            kind = Code.BACKWARD
+            code = self._replayed(stage, kind) if self.captures else template.code[kind]
+            found = code(inputs)
             if looks:
-                anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
+                _check_finite(stage, given, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
 
         return self._issue_many((weights, args, saved, tangents, partial_gradients, live), run)
@@ -167,26 +168,59 @@ class ComputeOps(OpGroup):
         return [*of_args, *merged.items(), *found[len(stage.gradient_places) :]]
 
 
-def _replay(
-    stage: Stage, code: Code, graphs: Graphs, replays: WeakSet[Replay], most: int
-) -> Replay:
-    """The replay of a stage's code. Parameters and the saved tensors of a captured forward stay in
+def _replay_options(stage: Stage, code: Code) -> dict[str, Any]:
+    """Options of a `Replay`. Parameters and the saved tensors of a captured forward stay in
     place."""
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
-        away, leaves = range(len(stage.outputs)), code is Code.FORWARD_SAVING
-        return Replay(graphs, replays, most, in_place=params, given_away=away, leaves=leaves)
-    return Replay(
-        graphs,
-        replays,
-        most,
-        in_place=[
-            k
-            for k, item in enumerate(stage.traced.backward_inputs)
-            if isinstance(item, SavedRef) or item in params
-        ],
-        given_away=[k for k, place in enumerate(stage.gradient_places) if place is None],
-        leaves=False,
+        outputs = range(len(stage.outputs))
+        return {"in_place": params, "given_away": outputs, "leaves": code is Code.FORWARD_SAVING}
+    inputs = enumerate(stage.traced.backward_inputs)
+    in_place = [k for k, item in inputs if isinstance(item, SavedRef) or item in params]
+    away = [k for k, place in enumerate(stage.gradient_places) if place is None]
+    return {"in_place": in_place, "given_away": away, "leaves": False}
+
+
+def _check_finite(
+    stage: Stage,
+    given: Sequence[Any],  # saved tensors and inputs, then the incoming gradients
+    found: Sequence[torch.Tensor | None],  # gradients, in the order of template.gradients
+    *,
+    inf: bool,
+) -> None:
+    """Raise an AnomalyError for NaN and, with `detect_anomaly=True`, inf in the gradients of a
+    stage.
+
+    Under `torch.autograd.detect_anomaly()` only NaN is an error, as in torch: a GradScaler expects
+    occasional infs. The check reads values: the host waits for the device after each stage.
+    """
+
+    def wrong(tensors: Sequence[Any]) -> list[int]:
+        floats = [
+            (k, x)
+            for k, x in enumerate(tensors)
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+        ]
+        return [k for k, x in floats if x.isnan().any() or (inf and x.isinf().any())]
+
+    if not (places := wrong(found)):
+        return
+    split = len(given) - len(stage.traced.tangent_metas)
+    why = "what came in is finite: it arises in this stage"
+    if wrong(given[split:]):
+        why = "the gradient that comes in from the stage after it has that already"
+    elif wrong(given[:split]):
+        why = "what its forward read or kept has that already: look at the forward"
+    names = []
+    for ref, meta in ((stage.primals[i], stage.metas[i]) for i in stage.traced.gradients):
+        if isinstance(ref, ArgRef):
+            names.append(f"input {ref.index} of shape {meta.shape}")
+        else:
+            names.append(f"parameter {stage.buckets[ref.bucket].params[ref.param].name!r}")
+    of = ", ".join(names[k] for k in places)
+    raise AnomalyError(
+        f"backward of stage {stage.name!r} ({stage.index}B): {'NaN or inf' if inf else 'NaN'} in "
+        f"the gradient of {of}; {why}; leave out detect_anomaly to go on regardless"
     )
 
 

@@ -14,12 +14,12 @@ bf16, fp16 or fp32.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from megacompile.runtime.ops.rows import Rows
 from megacompile.runtime.optim.kernels.load_store import round_nearest
 
 BLOCK = 8192  # classes per block
@@ -27,7 +27,7 @@ _WARPS = 16
 
 
 def normalize_rows(
-    chunk: Rows,
+    chunk: Any,  # `runtime.ops.head.Rows`
     a: torch.Tensor,  # (rows,) fp32
     b: torch.Tensor,  # (rows,) fp32
     *,

@@ -1,7 +1,7 @@
 """Runs a schedule's generated Python code, with its ops bound to a device.
 
-The code that `print(schedule)` shows is compiled unchanged; its names are the methods of
-`runtime.ops.bound.BoundOps` and the schedule's own stages, buckets and slots.
+The code that `print(schedule)` shows is compiled unchanged; its names are the methods of `BoundOps`
+and the schedule's own stages, buckets and slots.
 """
 
 from __future__ import annotations
@@ -30,25 +30,20 @@ from megacompile.ir.tokens import token_of
 from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.replay import captured
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.collectives import CollectiveOps
 from megacompile.runtime.ops.compute import ComputeOps
-from megacompile.runtime.ops.device_updates import DeviceUpdateOps
 from megacompile.runtime.ops.disk import DiskOps
-from megacompile.runtime.ops.gradients import GradientOps
-from megacompile.runtime.ops.group import write_assigned
-from megacompile.runtime.ops.lifetimes import LifetimeOps
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.ops.saved_tensors import SavedTensorOps
+from megacompile.runtime.ops.streaming import StreamingOps
 from megacompile.runtime.ops.updates import UpdateOps
-from megacompile.runtime.ops.weights import WeightOps
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.pending import CopyMark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.device_buffers import Deferred
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
 
-_PLACE = operator.attrgetter("place")
+
+class BoundOps(StreamingOps, ComputeOps, UpdateOps, DiskOps):
+    """The ops of one graph of a schedule, bound to a machine."""
 
 
 class Executor:
@@ -63,10 +58,7 @@ class Executor:
             name: [(node.name, token_of(node)) for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
-        self.inputs = {  # without tokens
-            name: [key for key, token in found if token is None]
-            for name, found in self._inputs.items()
-        }
+        self.backward_inputs = [k for k, token in self._inputs.get("backward", ()) if token is None]
         self._order = [bucket.key for bucket in schedule.buckets]
         self.elsewhere = elsewhere(schedule.forward)
         self.borrowed = borrowed(schedule)
@@ -90,27 +82,22 @@ class Executor:
         self._run = {name: self._compile(name) for name in schedule.graphs}
         if schedule.stages and captured(machine.replays) >= 2 * schedule.plan.cuda_graphs:
             machine.forget_graphs()  # the plan has no room for them
-        self._looked_at: dict[str, Callable[[list[Any]], Any]] = {}  # built at first use
+        self._recorded: dict[str, Callable[[list[Any]], Any]] = {}  # built at first use
         self._tuned = False  # True after the first backward, which tunes kernels
 
     def _function(self, name: str) -> Callable[[list[Any]], Any]:
         """A graph's code; with recording ops while a trace or a profiler is on."""
-        if self._bound[name].recording is None and not compat.profiler_enabled():
+        bound = self._bound[name]
+        if bound.recording is None and not compat.profiler_enabled():
             return self._run[name]
-        if name not in self._looked_at:
-            self._looked_at[name] = self._with_ops(name, self._ops_that_tell(name))
-        return self._looked_at[name]
+        if name not in self._recorded:
+            each = {op.name: recorded(bound, op) for op in ops.OPS.values()}
+            self._recorded[name] = self._with_ops(name, each)
+        return self._recorded[name]
 
     def _compile(self, name: str) -> Callable[[list[Any]], Any]:
         bound = self._bound[name]
         return self._with_ops(name, {op.name: getattr(bound, op.name) for op in ops.OPS.values()})
-
-    def _ops_that_tell(self, name: str) -> dict[str, Callable[..., Any]]:
-        """The ops of a graph, recorded as `torch.profiler` ranges and in a trace."""
-        bound = self._bound[name]
-        tell = {op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()}
-        issue = [op.name for op in ops.OPS.values() if op.issues]
-        return tell | {op: _recorded(bound, tell[op]) for op in issue}
 
     def _with_ops(self, name: str, each: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
         """A graph's code, with these functions as its ops, by name."""
@@ -150,11 +137,11 @@ class Executor:
         kept = dict(zip(self.schedule.saved_values, _plain(saved_values), strict=True))
         return _alone(_plain(outputs)), kept
 
-    def _marks(self) -> dict[int, tuple[int, CopyMark]]:
+    def _marks(self) -> dict[int, tuple[int, Callable[[], bool]]]:
         """The buckets that a forward without a backward leaves for the next forward, by slot."""
         with unguarded():
             each = [(i, key, self.machine.buckets[key].copy.mark()) for i, key in self._stays]
-        return {i: (key, mark) for i, key, mark in each if mark is not None}
+        return {i: (key, mark.holds) for i, key, mark in each if mark is not None}
 
     def is_left(self) -> bool:
         """True if the slots hold the buckets that the previous forward left for this one."""
@@ -174,11 +161,9 @@ class Executor:
         return dict(zip(self.schedule.gradients, _plain(found), strict=True))
 
     def update(self, parts: Mapping[int, BucketUpdate]) -> None:
-        """Run the update of the buckets that take part in a step, by key.
-
-        Consumes what the backward left of these buckets. Ctrl-C may arrive anywhere in it, so
-        nothing around the ops keeps state that an interrupt could leave inconsistent.
-        """
+        """Run the update of the buckets that take part in a step, by key; consumes what the
+        backward left of them. Ctrl-C may arrive anywhere in it, so nothing around the ops keeps
+        state that an interrupt could leave inconsistent."""
         undone(functools.partial(self._update, parts))
 
     def _update(self, parts: Mapping[int, BucketUpdate], undos: Undos) -> None:
@@ -188,27 +173,19 @@ class Executor:
             left = parts[key].left if key in parts else None
             values += (None, None) if left is None else (left.gradients, left.buffers)
         given = dict(zip(self.schedule.left, values, strict=True))
-        bound, machine = self._bound["update"], self.machine
-        with machine.streams.run():
-            machine.streams.alone = self._alone["update"]
-            taken = self._taken("update", given)
-            tracer = machine.tracer
-            bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
-            bound.in_step, bound.parts, bound.residents = True, parts, []
-            bound.resident_parts = list(map(_PLACE, parts.values())).count(UpdatePlace.RESIDENT)
-            try:
-                self._function("update")(taken)
-            except BaseException as error:
-                machine.give_up(error)
-                raise
-            finally:
-                bound.parts = {}
+        bound = self._bound["update"]
+        bound.in_step, bound.parts, bound.residents = True, parts, []
+        places = [part.place for part in parts.values()]
+        bound.resident_parts = places.count(UpdatePlace.RESIDENT)
+        try:
+            with self.machine.streams.run():
+                self._run_graph("update", given)
+        finally:
+            bound.parts = {}
 
     def _leave(self, left: Sequence[Handle]) -> None:
-        """Offer what the backward left on the device to the next step.
-
-        If the step cannot use it, the memory is freed once the copies on it are done.
-        """
+        """Offer what the backward left on the device to the next step; if that cannot use it, the
+        memory is freed once the copies on it are done."""
         machine, trained = self.machine, self.schedule.gradient_params
         run = machine.current_run()
         for key, gradients, buffers in zip(self._left, left[::2], left[1::2], strict=True):
@@ -228,12 +205,10 @@ class Executor:
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
-        # code traced under autocast contains its casts
-        quiet = compat.without_autocast()
+        quiet = compat.without_autocast()  # code traced under autocast contains its casts
         running, ranks = machine.streams.run(), machine.ranks
-        agreed = nullcontext() if ranks is None else ranks.running(self._collectives[name])
+        agreed = nullcontext() if ranks is None else ranks.agreement.run(self._collectives[name])
         with agreed, running, torch.no_grad(), quiet, compat.on_host():
-            machine.streams.alone = self._alone[name]
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
             if self._stay_from is not None:
@@ -241,31 +216,31 @@ class Executor:
             for index in self._fills[name]:
                 machine.slots.left.pop(index, None)
             machine.slots.generation += 1
-            taken = self._taken(name, inputs)
-            inputs.clear()
-            tracer = machine.tracer
-            recording = None if tracer is None else tracer.run(self.schedule, name)
-            bound = self._bound[name]
-            bound.recording = recording
-            bound.to_write.clear()  # of a run that failed
-            try:
-                results = self._function(name)(taken)
-                write_assigned(bound)
-                return results
-            except BaseException as error:
-                machine.give_up(error)
-                raise
+            return self._run_graph(name, inputs)
 
-    def _taken(self, name: str, inputs: dict[str, Any]) -> list[Handle]:
-        """The values of a graph's placeholders; empties `inputs`, so that no reference remains."""
-        buckets, compute, found = self.machine.buckets, Stream.COMPUTE, []
+    def _run_graph(self, name: str, inputs: dict[str, Any]) -> Any:
+        """Run a graph's code; empties `inputs`, so that no reference remains."""
+        machine, bound, taken = self.machine, self._bound[name], []
+        machine.streams.alone = self._alone[name]
         for key, token in self._inputs[name]:
-            if token is not None:
-                found.append(buckets[token.bucket.key].pending.last_write(token.part))
-                continue
-            value = inputs.pop(key)
-            found.append(value if type(value) is Handle else Handle(value, compute))
-        return found
+            if token is None:
+                value = inputs.pop(key)
+                taken.append(value if type(value) is Handle else Handle(value, Stream.COMPUTE))
+            else:
+                pending = machine.buckets[token.bucket.key].pending
+                taken.append(pending.last_write(token.part))
+        inputs.clear()
+        tracer = machine.tracer
+        bound.recording = None if tracer is None else tracer.run(self.schedule, name)
+        bound.to_write.clear()  # of a run that failed
+        try:
+            results = self._function(name)(taken)
+            if bound.to_write:
+                bound.write_assigned()
+            return results
+        except BaseException as error:
+            machine.give_up(error)
+            raise
 
 
 def _read(graph: fx.Graph) -> Iterator[ParamId]:
@@ -312,11 +287,8 @@ def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
 
 
 def _alone(outputs: Sequence[Any]) -> list[Any]:
-    """The outputs as base tensors instead of views, except outputs that share memory.
-
-    Autograd forbids in-place changes of one of several outputs that are views, because it cannot
-    know what they alias.
-    """
+    """The outputs as base tensors instead of views, except outputs that share memory: autograd
+    forbids in-place changes of one of several outputs that are views."""
     memory = {
         id(value): value.untyped_storage().data_ptr()
         for value in outputs
@@ -331,46 +303,18 @@ def _plain(values: Iterable[Any]) -> list[Any]:
     return [value.value if type(value) is Handle else value for value in values]
 
 
-def _recorded(bound: BoundOps, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The op, recorded in a trace while a trace is on."""
+def recorded(bound: BoundOps, op: ops.Op) -> Callable[..., Any]:
+    """An op that shows in a trace, and as a range in `torch.profiler`, while these are on. The
+    range has the op's printed name after a space: the profiler's tables take "1F" for a mangled C++
+    name and would print "F"; "2F " would become "F "."""
+    function = getattr(bound, op.name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if bound.recording is not None:
+        if bound.recording is not None and op.issues:
             bound.recording.next_op()
-        return function(*args, **kwargs)
-
-    return run
-
-
-def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
-    """The op, with its printed name as a range in `torch.profiler` while that is on.
-
-    The range has the op's printed name after a space: the profiler's tables take "1F" for a
-    mangled C++ name (an identifier of one letter) and would print "F"; "2F " would become "F ".
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
         if not compat.profiler_enabled():
             return function(*args, **kwargs)
         with torch.profiler.record_function(f" {op.label(args)}"):
             return function(*args, **kwargs)
 
     return run
-
-
-# The ops of `megacompile.ir.ops`, bound to the machine that they run on.
-# Each op is a method with the op's name, in a file with the name of its declaration's file.
-
-
-class BoundOps(
-    WeightOps,
-    CollectiveOps,
-    ComputeOps,
-    SavedTensorOps,
-    GradientOps,
-    DeviceUpdateOps,
-    UpdateOps,
-    DiskOps,
-    LifetimeOps,
-):
-    """The ops of one graph of a schedule, bound to a machine."""

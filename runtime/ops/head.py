@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megacompile import compat
 from megacompile.ir.head import OPERATOR, SCALE, empty_gradients, equal_chunks, sum_dtype
-from megacompile.runtime.ops.rows import Rows
 
 
 @functools.cache
@@ -57,8 +57,9 @@ def _linear_cross_entropy(
             torch.mm(x, weight.t(), out=logits)
         else:
             torch.addmm(bias, x, weight.t(), out=logits)
-        chunk = Rows.of(logits, target[start : start + chunk_rows], class_weight, ignore_index)
-        total += rows(chunk, label_smoothing, gradient=any(wanted))
+        t = target[start : start + chunk_rows]
+        options = (class_weight, ignore_index, label_smoothing)
+        total += rows(logits, t, *options, gradient=any(wanted))
         if of_hidden:
             compat.add_product(d_hidden[start : start + chunk_rows], logits, weight)
         if of_weight:
@@ -82,21 +83,48 @@ def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 # once; its twin here is plain torch.
 
 
-def rows(chunk: Rows, label_smoothing: float, *, gradient: bool) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A chunk of rows."""
+
+    logits: Tensor  # (rows, C)
+    target: Tensor  # (rows,) int64, 0 where ignored
+    class_weight: Tensor | None  # (C,) in `sum_dtype`
+    weight_sum: Tensor | float  # w of the formula
+
+
+def rows(
+    logits: Tensor,  # (rows, C)
+    target: Tensor,  # (rows,) int64
+    class_weight: Tensor | None,  # (C,)
+    ignore_index: int,
+    label_smoothing: float,
+    *,
+    gradient: bool,
+) -> Tensor:
     """The loss summed over a chunk, (); with `gradient`, its gradient overwrites the logits."""
-    a, b = chunk.coefficients(label_smoothing)
+    dtype, classes, valid = sum_dtype(logits.dtype), logits.shape[1], target != ignore_index
+    target = torch.where(valid, target, 0)
+    if target.device.type == "cpu":  # on CUDA gather asserts this
+        for wrong in target[(target < 0) | (target >= classes)][:1].tolist():
+            raise IndexError(f"Target {wrong} is out of bounds.")  # torch's message
+    weight = one = valid.to(dtype)
+    chunk = Rows(logits, target, None, float(classes))
+    if class_weight is not None:
+        wide = class_weight.to(dtype)
+        weight, chunk = wide[target] * one, Rows(logits, target, wide, wide.sum())
+    a, b = weight * (1 - label_smoothing), one * (label_smoothing / classes)
     # On CUDA gather checks the targets; the kernel does not.
-    of_target = chunk.logits.gather(1, chunk.target[:, None])[:, 0].to(a.dtype)
-    smooth = label_smoothing != 0
+    of_target = logits.gather(1, target[:, None])[:, 0].to(dtype)
     normalize = normalize_plain
-    if chunk.logits.is_cuda and a.dtype == torch.float32 and importlib.util.find_spec("triton"):
+    if logits.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton"):
         from megacompile.runtime.ops.cross_entropy_kernel import normalize_rows as normalize
-    lse, weighted = normalize(chunk, a, b, smooth=smooth, gradient=gradient)
+    lse, weighted = normalize(chunk, a, b, smooth=label_smoothing != 0, gradient=gradient)
     losses = a * (lse - of_target)
     if weighted is not None:  # without smoothing a logit may be -inf: 0 * inf is not 0
         losses = losses + b * (chunk.weight_sum * lse - weighted)
     # a row with zero weight adds nothing, even NaN: cross_entropy skips ignored rows
-    return torch.where(chunk.valid, losses, 0).sum()
+    return torch.where(valid, losses, 0).sum()
 
 
 def normalize_plain(

@@ -1,10 +1,11 @@
-"""The machine of one model's schedules: its device, streams, slots, buckets and updaters."""
+"""The machine of one model's schedules: its device, streams, slots, buckets and updaters. And the
+base class of ops: an op issues its work on its stream after its waits."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,28 +13,29 @@ import torch
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
-from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.disk_buffers import Disk
-from megacompile.runtime.device.forks import Live
-from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.pool import BufferPool
+from megacompile.runtime.device.background import Background, WeakIdSet
+from megacompile.runtime.device.pool import BufferPool, HostBudget
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.replay import Graphs, Replay
+from megacompile.runtime.device.replay import CudaGraphs, Replay
 from megacompile.runtime.device.saved import SavedDisk
-from megacompile.runtime.device.slots import DeviceSlots
-from megacompile.runtime.device.streams import Handle, Streams
+from megacompile.runtime.device.streams import DeviceSlots, Handle, Streams
+from megacompile.runtime.disk.transfers import Disk, Request
 from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.updates.device_buffers import DeferredFrees
+from megacompile.runtime.updates.device_buffers import Deferred, DeferredFrees, WriteBack
 from megacompile.runtime.updates.in_backward import InBackward, MicroSteps
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging
+from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import HostUpdates
-from megacompile.views.recorder import Tracer
+from megacompile.views.recorder import Recording, Tracer
 
 
 @dataclass(slots=True)
@@ -50,8 +52,8 @@ class Machine:
     in_backward: InBackward | None = None  # for updates in the backward
     micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward follow?
     run: GradientRun | None = None  # where the current backward's gradients go
-    pending: Live[Any] = field(default_factory=Live)  # pending backwards
-    links: Live[Any] = field(default_factory=Live)  # parameters in eager code's graphs
+    pending: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # pending backwards
+    links: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # parameters in eager code's graphs
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # held until its copy is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read
     trained: list[weakref.ref[Any]] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Machine:
     staging: Staging | None = field(init=False)  # staging memory of data on a disk
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # copies the results of device updates to the host
-    graphs: Graphs | None = None  # captures code, if the device supports it
+    graphs: CudaGraphs | None = None  # captures code, if the device supports it
     replays: weakref.WeakSet[Replay] = field(default_factory=weakref.WeakSet)
     tracer: Tracer | None = None  # while a trace of the model is on
     disk: Disk | None = None  # the disk with the states of streamed buckets, if any
@@ -161,10 +163,112 @@ class Machine:
         Adopting one would overwrite the other.
         """
         buckets = self.buckets.values()
-        replaced = [
-            compat.local(param).untyped_storage() for b in buckets for param, _ in b.replaced()
-        ]
-        if not replaced:
-            return False
-        ours = {home for b in buckets for home in b.homes if home}  # 0: no elements
-        return any(storage.data_ptr() in ours for storage in replaced)
+        replaced = [compat.local(param) for bucket in buckets for param, _ in bucket.replaced()]
+        homes = {home for bucket in buckets for home in bucket.homes if home}  # 0: no elements
+        return any(param.untyped_storage().data_ptr() in homes for param in replaced)
+
+
+Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
+
+
+class OpGroup:
+    """A group of ops of one graph of a schedule, bound to a machine."""
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self.machine = machine
+        self.gradient_params = schedule.gradient_params
+        self.captures = schedule.plan.cuda_graphs
+        self.replays: dict[Code, Replay] = {}
+        self.recording: Recording | None = None  # of the current run
+        self.in_step = False  # True for the graph of `optimizer.step()`
+        self.parts: Mapping[int, BucketUpdate] = {}  # of the current step, by bucket key
+        self.resident_parts = 0  # of these, the work on resident buckets
+        # tensors, their new values, and whether to bump the version counter
+        self.to_write: list[tuple[Handle, Handle, bool]] = []
+        self.residents: list[tuple[BucketUpdate, Any]] = []  # updates so far, and their `after`
+
+    def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
+        if self.recording is not None:
+            work = self.recording.timed(work)
+        if self.to_write:
+            self.write_assigned()
+        return self.machine.streams.issue(stream, handles(waits), work)
+
+    @property
+    def _ranks(self) -> Ranks:
+        ranks = self.machine.ranks
+        assert ranks is not None, "a schedule of several ranks, and no mesh"
+        return ranks
+
+    def _note(self, request: Request) -> None:
+        """Record the times of a read or a write in a trace."""
+        if self.recording is not None:
+            note, lane = self.recording.noted_later(), request.way.value
+            request.when_done(lambda: note(lane, request.began_s, request.ended_s))
+
+    def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
+        whole = self._issue(Stream.COMPUTE, waits, work)
+        event = whole.event
+        return tuple([Handle(value, Stream.COMPUTE, event) for value in whole.value])
+
+    def write_assigned(self) -> None:
+        """Write the collected new values in a few launches."""
+        assigned, self.to_write = self.to_write, []
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for tensor, new, counted in assigned:
+            target = tensor.value
+            targets, values = by_dtype.setdefault(target.dtype, ([], []))
+            targets.append(target if counted else target.data)
+            values.append(new.value)
+        for targets, values in by_dtype.values():
+            compat.FOREACH_COPY(targets, values)
+
+    def wait(self, *handles: Handle) -> None:
+        self._issue(Stream.COMPUTE, handles, nothing)
+
+    def defer_free(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
+        for handle in after:
+            if handle.event is None:  # the CPU, or a thread that holds its tensors
+                continue
+            owner = torch.cuda.current_stream(self.machine.device)
+            deferred = Deferred(value.value, handle.event, owner)
+            write = handle.value
+            if isinstance(write, WriteBack) and isinstance(value.value, dict):  # else: its norms
+                write.stays(value.value)
+                deferred = Deferred(value.value, handle.event, owner, write.work.fresh.clear)
+            self.machine.deferred.add(deferred)
+
+    def drain(self) -> Handle:
+        machine = self.machine
+        deferred = machine.deferred.take()
+        machine.device_update.wait_for_copies()
+        copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
+        taken = tuple(handle for _, handle in machine.alive)  # prefetches from it
+
+        def drop() -> None:
+            for entry in deferred:  # the owner uses it next, maybe on another current stream
+                entry.owner.wait_event(entry.copied)
+                entry.forget()
+            deferred.clear()
+            machine.alive.clear()
+
+        return self._issue(Stream.COMPUTE, (*copies, *taken), drop)
+
+    def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
+        raise AssertionError("free is printed as del")
+
+
+def nothing() -> None:
+    """The work of an op that only waits."""
+
+
+def handles(values: Any) -> list[Handle]:
+    """The handles in nested tuples."""
+    found: list[Handle] = []
+    rest = list(values)
+    for value in rest:  # it grows
+        if isinstance(value, Handle):
+            found.append(value)
+        elif value and isinstance(value, tuple):
+            rest += value
+    return found

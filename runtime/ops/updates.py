@@ -1,20 +1,27 @@
-"""Implements the ops of `optimizer.step()` on buckets that stay in place."""
+"""Implements the ops of optimizer updates: of buckets in place, and of streamed buckets on the
+device, in a backward and in `optimizer.step()`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megacompile import log
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.ops.machine import OpGroup, handles
 from megacompile.runtime.params.work import InFlight
+from megacompile.runtime.updates import device_buffers
+from megacompile.runtime.updates.device_buffers import UpdateBuffers, WriteBack, untimed
+from megacompile.runtime.updates.in_backward import InBackward
+from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.update import update_residents
 
 
 class UpdateOps(OpGroup):
-    """`megacompile.ir.ops.bucket_ops` on a machine."""
+    """The ops of optimizer updates."""
 
     def update_host(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         part = self.parts.get(bucket.key)
@@ -68,9 +75,8 @@ class UpdateOps(OpGroup):
         *,
         after: tuple[Any, ...] = (),
     ) -> Handle:
-        machine = self.machine
-        host, updates, run = machine.buckets[bucket.key], machine.in_backward, machine.current_run()
-        assert updates is not None, "a schedule with updates, and no optimizer"
+        machine, updates = self.machine, self._in_backward
+        host, run = machine.buckets[bucket.key], machine.current_run()
 
         def step() -> None:
             _, group = gradients.value
@@ -79,11 +85,92 @@ class UpdateOps(OpGroup):
                 taken.keep(norms.value, norms.event)
             updates.update_in_place(host, group)
 
-        waits = (gradients, after) if norms is None else (gradients, norms, after)
-        return self._issue(Stream.COMPUTE, waits, step)
+        return self._issue(Stream.COMPUTE, (gradients, norms, after), step)
 
     def help_host(self, updates: tuple[Handle, ...]) -> Handle:
         made = [handle.value for handle in updates if isinstance(handle.value, InFlight)]
         self.machine.host_updates.help(made)
         log.logger("update").debug("the device helps with %d updates", len(made))
         return Handle(None, Stream.DEVICE)
+
+    def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
+        machine, trained = self.machine, self.gradient_params[bucket.key]
+        host = machine.buckets[bucket.key]
+
+        def allocate() -> UpdateBuffers:
+            if machine.in_backward is None:
+                return machine.device_update.alloc(host, trained, masters=masters)
+            return machine.in_backward.alloc(host, machine.device, masters=masters)
+
+        return self._issue(Stream.COMPUTE, (), allocate)
+
+    def fetch_state(
+        self, bucket: Bucket, buffer: Handle, masters: bool, *, after: tuple[Any, ...] = ()
+    ) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        source = self.machine.in_backward or self.machine.device_update
+        return self._issue(
+            Stream.H2D, (buffer, after), lambda: source.fetch(host, buffer.value, masters=masters)
+        )
+
+    def update(
+        self, bucket: Bucket, weights: Handle | None, gradients: Handle, state: Handle
+    ) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        steps = self._steps(bucket)
+        if steps is None:
+            return Handle(None, Stream.COMPUTE)
+
+        def step() -> UpdateBuffers:
+            _, group = gradients.value
+            given = None if weights is None else weights.value
+            if given is not None and self.machine.ranks is not None:
+                given = self.machine.ranks.own(bucket, given)
+            buffers: UpdateBuffers = state.value
+            with torch.no_grad():
+                device_buffers.update(host, buffers, steps, group, given)
+            return buffers
+
+        return self._issue(Stream.COMPUTE, (weights, gradients, state), step)
+
+    def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
+        """The update work for a bucket's parameters; None: nothing in this step."""
+        if self.in_step:
+            part = self.parts.get(bucket.key)
+            return None if part is None else {step.index: step for step in part.steps}
+        return self._in_backward.running[bucket.key]
+
+    def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
+        if self.in_step:
+            return self._bring_back(bucket, updated)
+        host, run = self.machine.buckets[bucket.key], self.machine.current_run()
+        queue = self.machine.streams.copies(Stream.D2H)
+
+        def copy() -> WriteBack | None:
+            if norms is not None:  # first, so that a loop that logs them waits only for them
+                taken = run.update_norms(bucket.key, self.gradient_params[bucket.key])
+                taken.fill(norms.value, queue)
+            return self._in_backward.offload(host, updated.value, queue)
+
+        return self._issue(Stream.D2H, (updated, norms), copy)
+
+    def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
+        """Copy in chunks, by a thread: see [Note: small chunks] in `updates.device_buffers`."""
+        machine, part = self.machine, self.parts.get(bucket.key)
+        if part is None:
+            return Handle(None, Stream.HOST)
+        assert part.left is not None
+        left = part.left
+        timed = untimed if self.recording is None else self.recording.in_background()
+        flying = left.bring_back(updated.event, machine.copies, timed)
+        part.left = None
+        if flying is None:
+            return Handle(None, Stream.HOST)
+        machine.device_update.flying.append(left.host)
+        return Handle(flying, Stream.HOST, host=left.host.pending)
+
+    @property
+    def _in_backward(self) -> InBackward:
+        updates = self.machine.in_backward
+        assert updates is not None, "a schedule with updates, and no optimizer"
+        return updates

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megacompile import compat, notices
-from megacompile.runtime.device.forks import Live
+from megacompile.runtime.device.background import WeakIdSet
 from megacompile.text import format_bytes
 
 
@@ -28,8 +28,8 @@ class EagerNotice:
         links: the links of used parameters with a pending backward.
     """
 
-    def __init__(self, links: Live[Any] | None = None) -> None:
-        self._links: Live[Any] = Live() if links is None else links
+    def __init__(self, links: WeakIdSet[Any] | None = None) -> None:
+        self._links: WeakIdSet[Any] = WeakIdSet() if links is None else links
         self.used = False  # by eager code, or an unknown caller
         self.read: set[int] = set()  # ids of all parameters that eager code has ever read
         self._ever: set[int] = set()  # ids of all parameters that eager code has used

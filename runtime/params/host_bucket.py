@@ -16,9 +16,9 @@ import torch
 
 from megacompile import compat, notices
 from megacompile.ir.buckets import Bucket, Param, mirrored
-from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
-from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
-from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.buffers import DeviceBuffer, DiskBuffer, HostBuffer
+from megacompile.runtime.device.pool import HostBudget
+from megacompile.runtime.disk.transfers import Disk, Way
 from megacompile.runtime.params.fill import Fill, Filling
 from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import OWN_USERS, Copied, Pending, StreamedCopy
@@ -83,7 +83,7 @@ class HostBucket:
         self.grad_dtype = grad_dtype
         self.on_disk: DiskBuffer | None = None  # the parameters' buffer, if on the disk
         if weights_on_disk and self.disk is not None:
-            self.on_disk = self.disk.buffer(layout.size_bytes)
+            self.on_disk = DiskBuffer(layout.size_bytes, self.disk.file)
         buffer = self._streamed_lie_in = self._new_streamed()
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8: of this rank's part
         self.streamed = [buffer.tensor(place) for place in layout.params]
@@ -147,10 +147,10 @@ class HostBucket:
         for param, at in zip(self.params, self._places, strict=True):
             memory.tensor(at).copy_(compat.local(param).detach())
         whole = functools.partial(memory.bytes, len(place))
-        request = self.disk.write([place], [whole], f"the parameters of {self.layout.name!r}")
-        if request is not None:
-            request.begin()
-            request.wait()
+        what = f"the parameters of {self.layout.name!r}"
+        request = self.disk.request(Way.WRITE, [place.span(whole)], what)
+        request.begin()
+        request.wait()
 
     def _settle_in(self) -> None:
         """Record that the parameters are in place."""
@@ -180,7 +180,7 @@ class HostBucket:
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Allocate memory for states, wherever the bucket keeps them."""
         if self.disk is not None:
-            return self.disk.buffer(size_bytes)
+            return DiskBuffer(size_bytes, self.disk.file)
         return self.new_buffer(size_bytes, pin=pin)
 
     def _masters(

@@ -19,8 +19,7 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device import forks
-from megacompile.runtime.device.background import Completion
+from megacompile.runtime.device.background import Completion, at_fork
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.params.guards import (
     Guard,
@@ -115,7 +114,7 @@ class Pending(Completion):
         self._updated: list[int] = []  # the parameters of the work in flight
         self._guarded: list[tuple[MemoryGuard, list[torch.Tensor]]] = []  # guarded until it is done
         self._offer_guarded: list[torch.Tensor] = []  # guarded until the offer is taken
-        forks.tell(self)
+        at_fork(self)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Record work on some parameters and states; users of these wait for it."""

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from megacompile.ir.buckets import Bucket
-from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
-from megacompile.runtime.device.disk_buffers import DiskBuffer
+from megacompile.runtime.device.buffers import DeviceBuffer, DiskBuffer, HostBuffer
 from megacompile.runtime.optim.blockwise import absmax_numel
 
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and absolute maxima

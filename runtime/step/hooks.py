@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
 from megacompile.garbage import every_object
-from megacompile.runtime.device.forks import Live
+from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.params.guards import unguarded
@@ -285,6 +285,6 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
     return _ATTACHED[optimizer]
 
 
-_LIVE: Live[Model] = Live()
+_LIVE: WeakIdSet[Model] = WeakIdSet()
 _ATTACHED: weakref.WeakKeyDictionary[Optimizer, _Hooks] = weakref.WeakKeyDictionary()
 register_optimizer_step_pre_hook(_attach)

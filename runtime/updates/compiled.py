@@ -23,7 +23,7 @@ import time
 from megacompile import compat, log, notices
 from megacompile.beside.process import Process
 from megacompile.log import KERNELS, UPDATES
-from megacompile.runtime.device import forks
+from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import arguments
@@ -46,7 +46,7 @@ class Compiled:
         self._codes: dict[Kind, Code] = {}
         self._refused: set[Kind] = set()
         self._in_process: dict[Kind, tuple[CompileRequest, Process]] = {}  # being compiled
-        forks.tell(self)
+        at_fork(self)
 
     def expect(self, update: Update) -> None:
         """Start compiling updates of this kind, unless done already."""
@@ -86,9 +86,6 @@ class Compiled:
         """Wait until all compilation has finished."""
         for _, process in list(self._in_process.values()):
             process.wait()
-
-    def before_fork(self) -> None:
-        """Do nothing: no thread compiles."""
 
     def after_fork(self, *, in_child: bool) -> None:
         """Forget the parent's processes in a child of a fork, which compiles by itself."""

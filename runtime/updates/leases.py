@@ -16,9 +16,8 @@ import torch
 
 from megacompile.errors import OptimizerError
 from megacompile.runtime.device.background import OVER, Completion
-from megacompile.runtime.device.disk_buffers import DiskBuffer
-from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.pool import Buffer, Lease, Lender
+from megacompile.runtime.device.buffers import DiskBuffer
+from megacompile.runtime.device.pool import Buffer, HostBudget, Lease, Lender
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.optim.rule import State
 from megacompile.runtime.params.host_bucket import HostBucket

@@ -26,11 +26,10 @@ from megacompile.errors import DiskError, OptimizerError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.plan import Plan
-from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
-from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.device.pool import Lease
+from megacompile.runtime.device.buffers import DiskBuffer
+from megacompile.runtime.device.pool import HostBudget, Lease
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.disk.transfers import FileSpan, Way
+from megacompile.runtime.disk.transfers import Disk, FileSpan, Way
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.leases import BucketBuffers, BucketLease, Parts
@@ -95,7 +94,7 @@ class Staging:
         if not buffers or not all(buffer.ours for buffer in buffers):
             return None
         lease = BucketLease(self.states, host, buffers)
-        self.states.lend(lease, self.disk.read(buffers, _memory(lease), what))
+        self.states.lend(lease, self.disk.request(Way.READ, _spans(lease), what))
         return lease
 
     def write_states(
@@ -117,8 +116,7 @@ class Staging:
             The work in flight; the caller starts its request.
         """
         ready = functools.partial(_ready, before, lease)
-        request = self.disk.write(lease.places, _memory(lease), what, ready)
-        assert request is not None
+        request = self.disk.request(Way.WRITE, _spans(lease), what, ready)
         self.states.write(lease, request)
         request.explained = functools.partial(_torn, lease.host, Part.STATES)
         return (first or InFlight()).then(states=request)
@@ -194,8 +192,8 @@ class Staging:
         return (first or InFlight()).then(weights=request)
 
 
-def _memory(lease: BucketLease) -> list[Callable[[], torch.Tensor]]:
-    return [functools.partial(lease.place, i) for i in range(len(lease.places))]
+def _spans(lease: BucketLease) -> list[FileSpan]:
+    return [at.span(functools.partial(lease.place, i)) for i, at in enumerate(lease.places)]
 
 
 def _ready(before: Callable[[], None], lease: BucketLease) -> None:

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megacompile import log
-from megacompile.runtime.device import forks
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.background import Background, at_fork
 from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.params.work import InFlight
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
@@ -130,7 +129,7 @@ class Workers:
         self._host = Background("megacompile-update", cores)
         self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
-        forks.tell(self)
+        at_fork(self)
 
     def submit(self, job: Job) -> None:
         """Enqueue a job."""
@@ -160,9 +159,6 @@ class Workers:
             return
         self._host_pace.begin()
         self._issues.submit(functools.partial(self._by_device, chunks, futures))
-
-    def before_fork(self) -> None:
-        """Do nothing: the buckets wait for their queued jobs."""
 
     def after_fork(self, *, in_child: bool) -> None:
         """Drop jobs in a child of a fork that other threads queued meanwhile."""

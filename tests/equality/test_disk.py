@@ -308,18 +308,27 @@ def test_what_is_frozen_is_never_written(tmp_path: Path) -> None:
 
 
 def test_saved_tensors_have_few_buffers_and_give_their_places_back(tmp_path: Path) -> None:
-    model, _ = trained(tmp_path, **SAVED)
+    model, optimizer = trained(tmp_path, **SAVED)
     machine = inside.machine(model)
     store: Any = machine.saved_disk
-    before = store.written_bytes, store.read_bytes
+    optimizer.state_dict()  # waits for the writes of states
+
+    def moved() -> list[int]:
+        until(lambda: store.lent_bytes == 0)
+        return inside.moved_bytes(model)
+
+    first = moved()
+    loss_of(model, 0)
+    before = moved()
     for k in range(3):
         losses = [loss_of(model, 10 * k + i) for i in range(3)]
         torch.stack(losses).sum().backward()
         lost = loss_of(model, k)
         del lost, losses
-        until(lambda: store.places.lent_bytes == 0)
-    assert 0 < before[0] == before[1]
-    assert 12 * before[0] == 4 * (store.written_bytes - before[0]), "each forward writes as much"
+    read, written = (now - then for now, then in zip(moved(), before, strict=True))
+    assert before[0] == first[0] and before[1] > first[1], "a lost forward reads nothing"
+    assert written == 12 * (before[1] - first[1]), "each forward writes as much"
+    assert read == 9 * (before[1] - first[1])
     assert machine.activations.lent_bytes == 0
     assert machine.activations.peak_bytes < 3 * 4 * 50 * 67 * 4, "not those of three forwards"
     assert os.listdir(tmp_path) == []
@@ -338,7 +347,7 @@ def test_a_lost_forward_leaves_its_places_when_they_are_written(tmp_path: Path) 
     model, _ = trained(tmp_path, 1, **SAVED)
     plain, _ = trained(None, 1)
     store: Any = inside.machine(model).saved_disk
-    until(lambda: store.places.lent_bytes == 0)
+    until(lambda: store.lent_bytes == 0)
     go, real = threading.Event(), os.pwritev
 
     def late(*args: Any) -> int:
@@ -355,7 +364,7 @@ def test_a_lost_forward_leaves_its_places_when_they_are_written(tmp_path: Path) 
         loss_of(model, 2).backward()
     loss_of(plain, 2).backward()
     zoo.assert_same(plain, model)
-    until(lambda: store.places.lent_bytes == 0)
+    until(lambda: store.lent_bytes == 0)
 
 
 # --- who else looks

@@ -23,7 +23,7 @@ SETTLED = 12  # steps after which each call is a replay, in a plain loop
 
 
 class Emulated:
-    """A device that captures: see `megacompile.runtime.device.replay.Graphs`."""
+    """A device that captures: see `megacompile.runtime.device.replay.CudaGraphs`."""
 
     def __init__(self, *, fails: Exception | None = None) -> None:
         self.fails = fails

@@ -158,19 +158,19 @@ class Fault:
 
 
 WAITS = r"rank {rank} waits in \S+ALL_GATHER@\d of .* of the forward of Net for rank "
-KILLED = r"which was killed \(process \d+\)"
+SILENT = "which has sent no sign of life for 30 s"
 FAULTS = (
-    Fault(is_killed, "none", WAITS + f"2, {KILLED}", ranks=3, always=True),
-    Fault(is_killed_with_the_store, "RankError", "store .* does not answer|which was killed"),
+    Fault(is_killed, "none", WAITS + f"2, {SILENT}", ranks=3, always=True),
+    Fault(is_killed_with_the_store, "RankError", "store .* does not answer"),
     Fault(finds_nan, "AnomalyError", r"rank 1, which raised AnomalyError: .* of", always=True),
-    Fault(saves_alone, "RankError", r"(save\(\) of Net, rank 0|forward of Net, rank 1)"),
-    Fault(is_stopped, "none", WAITS + "1, which has sent no sign of life for 30 s"),
-    Fault(exits, "SystemExit", WAITS + r"1, which has ended \(SystemExit, as of"),
+    Fault(saves_alone, "RankError", r"(save\(\) of Net .* rank 0|forward of Net .* rank 1)"),
+    Fault(is_stopped, "none", WAITS + f"1, {SILENT}"),
+    Fault(exits, "SystemExit", WAITS + r"1, which has ended \(its script ended\), after the"),
     Fault(all_are_interrupted, "KeyboardInterrupt", "", always=True),
     Fault(
         evaluates,
         "RankError",
-        r"the (forward of Net, rank \d the back|backward of Net, rank \d the for)ward",
+        r"the (forward of Net .* rank \d the back|backward of Net .* rank \d the for)ward",
         always=True,
     ),
     Fault(freezes_another, "RankError", r"layers\.1\.\d\.weight\) in rank \d and", always=True),

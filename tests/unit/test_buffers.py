@@ -26,9 +26,9 @@ from megacompile.host_memory import PAGE_LOCKS, PageLocks
 from megacompile.ir.buckets import Slot
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.buffers import HostBuffer
-from megacompile.runtime.device.checksum import checksum
+from megacompile.runtime.device.ranks import checksum
 from megacompile.runtime.device.saved import OnHost
-from megacompile.runtime.device.slots import DeviceSlots
+from megacompile.runtime.device.streams import DeviceSlots
 from megacompile.runtime.params.fill import Fill, Filling
 from megacompile.runtime.params.host_bucket import HostBucket
 from tests import inside

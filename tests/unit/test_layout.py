@@ -25,7 +25,6 @@ FLOORS = (
     ("packed",),
     ("log", "option_checks", "options", "validate"),
     ("numa", "progress"),
-    ("runtime.device.forks",),
     ("runtime.device.background",),
     ("beside",),
     ("runtime.disk",),  # the cost model measures it

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import functools
 import gc
-import itertools
 import mmap
 import os
 import random
@@ -16,7 +15,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +26,8 @@ import pytest
 import torch
 
 from megacompile import DiskError, megacompile
+from megacompile.runtime.device.buffers import DiskBuffer
+from megacompile.runtime.disk.transfers import Way
 from tests import inside
 from tests.processes import in_child
 
@@ -55,13 +55,18 @@ class Memory:
     """A disk's reads and writes, of memory that is there."""
 
     def __init__(self, disk: Any) -> None:
-        self.file, self.buffer, self.disk = disk.file, disk.buffer, disk
+        self.file, self.disk = disk.file, disk
+
+    def buffer(self, size: int) -> DiskBuffer:
+        return DiskBuffer(size, self.file)
 
     def read(self, buffers: Sequence[Any], there: torch.Tensor, what: str, **more: Any) -> Any:
-        return self.disk.read(buffers, [functools.partial(there.view, -1)], what, **more)
+        here = functools.partial(there.view, -1)
+        return self.disk.request(Way.READ, [each.span(here) for each in buffers], what, **more)
 
     def write(self, buffer: Any, there: torch.Tensor, what: str = "fill", **more: Any) -> Any:
-        return self.disk.write([buffer], [functools.partial(there.view, -1)], what, **more)
+        here = functools.partial(there.view, -1)
+        return self.disk.request(Way.WRITE, [buffer.span(here)], what, **more)
 
     def contents(self, buffer: Any) -> torch.Tensor:
         """As direct I/O sees it."""
@@ -87,26 +92,21 @@ def begun(request: Any) -> Any:
 
 
 def done(request: Any) -> None:
-    if request is not None:  # else it is done: in a child
-        begun(request).wait()
+    begun(request).wait()
 
 
 # --- places
 
 
-def test_the_file_has_no_name_and_its_places_are_allocated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for attempt in range(2):
-        file = disk_of(tmp_path).file
-        assert os.listdir(tmp_path) == [] and os.fstat(file.fd).st_nlink == 0, attempt
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)  # then without
-        place = file.take(SIZE - 1)
-        assert place.size_bytes == SIZE and place.at % PAGE == 0
-        assert os.fstat(file.fd).st_blocks * 512 >= SIZE
-        file.give_back(place)
-        file.take(PAGE)
-        assert os.fstat(file.fd).st_blocks * 512 < SIZE
+def test_the_file_has_no_name_and_its_places_are_allocated(tmp_path: Path) -> None:
+    file = disk_of(tmp_path).file
+    assert os.listdir(tmp_path) == [] and os.fstat(file.fd).st_nlink == 0
+    place = file.take(SIZE - 1)
+    assert place.size_bytes == SIZE and place.at % PAGE == 0
+    assert os.fstat(file.fd).st_blocks * 512 >= SIZE
+    file.give_back(place)
+    file.take(PAGE)
+    assert os.fstat(file.fd).st_blocks * 512 < SIZE
 
 
 def test_places_are_reused_and_read_as_zeros(disk: Memory) -> None:
@@ -116,9 +116,9 @@ def test_places_are_reused_and_read_as_zeros(disk: Memory) -> None:
     size = os.fstat(disk.file.fd).st_size
     del buffers, buffer
     gc.collect(1)
-    whole = disk.buffer(3 * SIZE)  # the three holes as one
+    again = [disk.buffer(SIZE) for _ in range(3)]
     assert os.fstat(disk.file.fd).st_size == size and disk.file.used_bytes == 3 * SIZE
-    assert not disk.contents(whole).any() and not whole.bytes(3 * SIZE).any()
+    assert not any(disk.contents(each).any() or each.bytes(SIZE).any() for each in again)
 
 
 def test_places_are_taken_once_by_threads(tmp_path: Path) -> None:
@@ -151,11 +151,13 @@ def test_a_limit_and_a_full_disk(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * PAGE, before[1]))
     try:
         with pytest.raises(DiskError) as e:
-            disk.buffer(SIZE)
+            DiskBuffer(SIZE, disk.file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert e.value.errno == errno.EFBIG and disk.file.used_bytes == 0
-    assert disk.file.take(SIZE).at == 0
+    end = disk.file._end
+    disk.file.take(SIZE)
+    assert disk.file._end == end
 
 
 @pytest.mark.filterwarnings("default")
@@ -191,17 +193,12 @@ def test_no_direct_io_is_said_once(
 
 
 @pytest.mark.parametrize(("way", "short"), [("preadv", PAGE + 100), ("pwritev", 77)])
-def test_short_and_interrupted_calls_go_on(
+def test_short_calls_go_on(
     disk: Memory, monkeypatch: pytest.MonkeyPatch, way: str, short: int
 ) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)
     real = getattr(os, way)
-    faults = itertools.cycle([InterruptedError, BlockingIOError, None])
 
     def call(fd: int, buffers: Sequence[memoryview], at: int) -> int:
-        fault = next(faults)
-        if fault is not None:
-            raise fault(0, "again")
         (view,) = buffers
         if fd == disk.file.direct_fd:
             assert at % PAGE == 0 and len(view) % PAGE == 0
@@ -223,7 +220,6 @@ def test_short_and_interrupted_calls_go_on(
     [
         ("preadv", errno.EIO, errno.EIO),
         ("pwritev", errno.ENOSPC, errno.ENOSPC),
-        ("preadv", errno.EAGAIN, errno.EAGAIN),  # a disk that is never ready
         ("preadv", 0, errno.EIO),  # the end of the file
     ],
 )
@@ -239,7 +235,6 @@ def test_an_error_is_that_of_the_request(
 
     buffer, what = disk.buffer(SIZE), "3READ_STATE of 'layers.3'"
     with monkeypatch.context() as patched:
-        patched.setattr(time, "sleep", lambda _: None)
         patched.setattr(os, way, call)
         first = disk.read([buffer], memory(), what) if way == "preadv" else None
         request = begun(first or disk.write(buffer, memory(), what))
@@ -248,24 +243,8 @@ def test_an_error_is_that_of_the_request(
             with pytest.raises(DiskError, match="3READ_STATE") as caught:
                 each.wait()
             assert caught.value.errno == found
-    assert request.failed() and request.done()
-    ways: Any = type(request.way)
-    assert not any(map(disk.disk.moved_bytes, ways))
-
-
-def test_a_slow_disk_is_said(disk: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then it goes on."""
-    gate, said = threading.Event(), list[str]()
-    times = itertools.count(step=40)
-
-    def warn(message: str, *_: Any, **__: Any) -> None:
-        said.append(message)
-        gate.set()
-
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(times)))
-    monkeypatch.setattr(warnings, "warn_explicit", warn)
-    done(disk.read([disk.buffer(SIZE)], memory(), "3READ_STATE", before=gate.wait))
-    assert len(said) == 1 and "3READ_STATE" in said[0]
+    assert request.done()
+    assert not any(map(disk.disk.moved_bytes, Way))
 
 
 # --- who looks through the mapping
@@ -300,15 +279,14 @@ def test_a_child_does_not_write_into_the_file_and_gives_nothing_back(disk: Memor
 
     def child() -> bool:
         seen = holder[0].bytes(SIZE)
-        found = torch.equal(seen, ones)
-        done(disk.write(holder[0], memory(value=2), "mine"))
+        found = torch.equal(seen, ones) and not holder[0].ours
         seen[:PAGE] = 3
-        there = disk.contents(holder[0])
+        there = holder[0].bytes(SIZE).clone()
         del seen
         holder.clear()
         gc.collect(1)
         taken = disk.file.used_bytes == SIZE and not disk.file._given_back
-        return bool(found and taken and (there[:PAGE] == 3).all() and (there[PAGE:] == 2).all())
+        return bool(found and taken and (there[:PAGE] == 3).all() and (there[PAGE:] == 1).all())
 
     assert in_child(child)
     done(request)

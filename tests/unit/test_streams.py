@@ -353,7 +353,8 @@ def test_interrupts() -> None:
     place, stopped = 0, True
     while stopped:
         place += 1
-        replay = Replay(Emulated(), weakref.WeakSet(), 1, in_place=[], given_away=[0], leaves=True)
+        graphs: Any = Emulated()
+        replay = Replay(graphs, weakref.WeakSet(), 1, in_place=[], given_away=[0], leaves=True)
         places = Places(place, "replay")
         stopped = False
         for k in range(7):

@@ -1,0 +1,237 @@
+"""Implements the ops that stream buckets: weights to the device, gradients to the host, and both
+between ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megacompile import compat
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.background import Completion
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.machine import Group, OpGroup, handles, nothing
+from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.updates.leases import BucketLease
+from megacompile.runtime.updates.parameter import flat
+
+
+class StreamingOps(OpGroup):
+    """The ops on a bucket's weights and gradients."""
+
+    def begin(self) -> Handle:
+        return self._issue(Stream.COMPUTE, (), nothing)
+
+    def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        slots, host = self.machine.slots, self.machine.buckets[bucket.key]
+        if host.on_disk is not None:
+            return self._from_disk(host, bucket, slot, after)
+
+        def copy(fresh: Group) -> Any:
+            if fresh:
+                weights = slots.weights(slot, bucket)
+                for i, new in fresh.items():
+                    flat(weights[i]).copy_(new, non_blocking=True)
+                return weights
+            slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
+            return slots.weights(slot, bucket)
+
+        return self._copied(host, after, copy)
+
+    def prefetch_shard(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        slots, ranks = self.machine.slots, self._ranks
+        host = self.machine.buckets[bucket.key]
+
+        def copy(fresh: Group) -> Any:
+            for i, place in enumerate(ranks.places(bucket, slots.flat(slot, bucket))):
+                if place.numel():
+                    value = fresh.get(i, host.streamed[i])
+                    place.view(value.dtype).copy_(flat(value), non_blocking=True)
+            return slots.weights(slot, bucket)
+
+        return self._copied(host, after, copy)
+
+    def _copied(
+        self, host: HostBucket, after: tuple[Any, ...], copy: Callable[[Group], Any]
+    ) -> Handle:
+        """Copy a bucket to the device; from the new values that its update left there, if it left
+        all of them."""
+        fresh: Group = {}
+        work, waits = host.pending.in_flight, handles(after)
+        if work is not None and len(work.fresh) == len(host.values):
+            fresh = dict(work.fresh)
+            # The update ran on the compute stream, and every prefetch waits for `begin` or a later
+            # op of that stream. The token is only for the copy to the host.
+            waits = [handle for handle in waits if handle.value is not work]
+        copied = self._issue(Stream.H2D, waits, functools.partial(copy, fresh))
+        if fresh:
+            self.machine.alive.append((fresh, copied))
+        return copied
+
+    def _from_disk(
+        self, host: HostBucket, bucket: Bucket, slot: Slot, after: tuple[Any, ...]
+    ) -> Handle:
+        """Copy from the buffer that its `read_weights` has filled; the buffer is free after the
+        copy."""
+        machine, queue = self.machine, self.machine.streams.copies(Stream.H2D)
+        taken = next((h.value for h in handles(after) if isinstance(h.value, BucketLease)), None)
+
+        def copy() -> Any:
+            size, flat = bucket.size_bytes, host.flat if taken is None else taken.place()
+            machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
+            if taken is not None:
+                taken.release(None if queue is None else Completion(queue.record_event()))
+            return machine.slots.weights(slot, bucket)
+
+        return self._issue(Stream.H2D, (after,), copy)
+
+    def all_gather(self, bucket: Bucket, slot: Slot, shard: Handle) -> Handle:
+        slots, ranks = self.machine.slots, self._ranks
+
+        def gather() -> Any:
+            ranks.gather(bucket, slots.flat(slot, bucket))
+            return slots.weights(slot, bucket)
+
+        return self._issue(Stream.COMM, (shard,), gather)
+
+    def reuse(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        slots = self.machine.slots
+        return self._issue(Stream.COMPUTE, (after,), lambda: slots.weights(slot, bucket))
+
+    def resident(self, bucket: Bucket) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        return self._issue(Stream.COMPUTE, (), lambda: host.streamed)
+
+    def alloc_grad(self, bucket: Bucket) -> Handle:
+        device = self.machine.device
+
+        def allocate() -> tuple[int, Group]:
+            host = self.machine.buckets[bucket.key]
+            buffer = {
+                i: torch.empty_like(host.values[i], dtype=host.grad_dtype, device=device)
+                for i in self.gradient_params[bucket.key]
+            }
+            return bucket.key, buffer
+
+        return self._issue(Stream.COMPUTE, (), allocate)
+
+    def fetch_grad(self, bucket: Bucket, buffer: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
+        run = self.machine.current_run()
+        sources = {i: run.so_far(bucket.key, i) for i in self.gradient_params[bucket.key]}
+
+        def copy() -> tuple[int, Group]:
+            key, group = buffer.value
+            for i, tensor in group.items():
+                source = sources[i]
+                if source is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(source, non_blocking=True)
+            return key, group
+
+        return self._issue(Stream.H2D, (buffer, after), copy)
+
+    def add_grad(self, bucket: Bucket, so_far: Handle, gradients: Handle) -> Handle:
+        def add() -> tuple[int, Group]:
+            key, total = so_far.value
+            _, new = gradients.value
+            for i, gradient in new.items():
+                total[i].add_(gradient)
+            return key, total
+
+        return self._issue(Stream.COMPUTE, (so_far, gradients), add)
+
+    def norm_grad(self, bucket: Bucket, gradients: Handle, largest: bool = True) -> Handle:
+        kinds = (2, torch.inf) if largest else (2,)
+
+        def norms() -> torch.Tensor:
+            _, group = gradients.value
+            tensors = [group[i] for i in self.gradient_params[bucket.key]]
+            # a rank may have no rows of a parameter, and an empty tensor has no maximum
+            tensors = [each if each.numel() else each.new_zeros(1) for each in tensors]
+            orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in kinds)
+            return torch.stack([torch.stack(found) for found in orders])
+
+        handle = self._issue(Stream.COMPUTE, (gradients,), norms)
+        self.machine.streams.mark(handle)  # readers wait
+        return handle
+
+    def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+        run = self.machine.current_run()
+
+        def keep() -> None:
+            run.keep(*gradients.value)
+
+        handle = self._issue(Stream.COMPUTE, (gradients,), keep)
+        self.machine.streams.mark(handle)  # a later graph may fetch and accumulate them
+        self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
+        return handle
+
+    def offload_grad(
+        self,
+        bucket: Bucket,
+        gradients: Handle,
+        norms: Handle | None = None,
+        *,
+        after: tuple[Any, ...] = (),
+    ) -> Handle:
+        run, queue = self.machine.current_run(), self.machine.streams.copies(Stream.D2H)
+        indices = self.gradient_params[bucket.key]
+        memory = run.destinations(bucket.key, indices)
+
+        def copy() -> None:
+            key, group = gradients.value
+            # first, so that clip_grad_norm_ waits only for them
+            if norms is not None and len(memory) == len(indices):
+                run.norms(key, indices).fill(norms.value, queue)
+            for i, there in memory.items():
+                there.copy_(group[i], non_blocking=True)
+
+        handle = self._issue(Stream.D2H, (gradients, norms, after), copy)
+        self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
+        if memory:
+            run.copied(bucket.key, handle.event)
+        return handle
+
+    def alloc_shard(self, bucket: Bucket) -> Handle:
+        machine, ranks = self.machine, self._ranks
+        host = machine.buckets[bucket.key]
+
+        def allocate() -> tuple[int, Group]:
+            parts = {}
+            for i in self.gradient_params[bucket.key]:
+                numel = bucket.params[i].shard_numel(ranks.count)
+                dtype = bucket.params[i].dtype if host.grad_dtype is None else host.grad_dtype
+                parts[i] = torch.empty(numel, dtype=dtype, device=machine.device)
+            return bucket.key, parts
+
+        return self._issue(Stream.COMPUTE, (), allocate)
+
+    def reduce_scatter(self, bucket: Bucket, gradients: Handle, buffer: Handle) -> Handle:
+        host, ranks = self.machine.buckets[bucket.key], self._ranks
+
+        def average() -> tuple[int, Group]:
+            key, group = gradients.value
+            _, parts = buffer.value
+            ranks.average(group, parts)
+            rows = {
+                i: part[: host.values[i].numel()].view(host.values[i].shape)
+                for i, part in parts.items()
+            }
+            return key, rows
+
+        return self._issue(Stream.COMM, (gradients, buffer), average)
+
+    def all_reduce(self, bucket: Bucket, gradients: Handle) -> Handle:
+        ranks = self._ranks
+
+        def average() -> tuple[int, Group]:
+            key, group = gradients.value
+            ranks.average_replicas([flat(part) for part in group.values()])
+            return key, group
+
+        return self._issue(Stream.COMM, (gradients,), average)
