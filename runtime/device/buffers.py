@@ -270,7 +270,6 @@ def _libc(name: str, result: Any = ctypes.c_int) -> Any:
 _HUGE_PAGE = 2 * 2**20
 _MAP_FIXED = 0x10  # on Linux
 
-# Allocation of pages on several threads.
 # The kernel allocates and clears a page at its first write: 6.5 GiB/s on one thread of a machine
 # with an H200, for writing and for page-locking. Present pages are locked at 25 GiB/s.
 # MADV_POPULATE_WRITE takes less than half the time of writing, per core, and no longer on two

@@ -3,16 +3,14 @@
     BufferPool       offloaded saved tensors: as many buffers as exist at once
     BucketBuffers    buckets on a disk (`runtime/updates/leases.py`): a fixed number, in turn
 
-[Note: host memory is reused] Page-locking a gigabyte takes 0.2 s, so buffers are reused: a finished
-use returns its buffer to the pool, which lends it to the next use of similar size. A step like the
-previous one locks no new memory. A `BufferPool` never holds more than the peak use in total. A
-buffer may be lent again while a device copy from or to it is in flight: it records the completion
-of the last copy, and the next write into it waits for that.
+[Note: host memory is reused] A finished use returns its buffer to the pool, which lends it to the
+next use of similar size, so a step like the previous one locks no new memory. A `BufferPool` never
+holds more than the peak use in total. A buffer may be lent again while a device copy from or to it
+is in flight: the next write into it waits for the completion of the last copy, which it records.
 
-[Note: buffers allocated in advance] Allocating the pages of a gigabyte takes 0.1 s, and locking
-them 0.2 s: for 40 GiB of gradients and states, 9 s of a first step of 65 s, which other parts of
-that step can hide. So a thread allocates buffers in advance. A caller takes a ready buffer of its
-size, waits for one that is being allocated, or else allocates its own.
+[Note: buffers allocated in advance] Allocating and locking a gigabyte takes 0.3 s: for 40 GiB of
+gradients and states, 9 s of a first step of 65 s. So a thread allocates buffers in advance. A
+caller takes a ready buffer of its size, or waits for one that is being allocated.
 
 [Note: no deadlock] A disk read starts once its data is written and its buffer is free. A disk
 thread that waited for either could wait for a request queued after its own. So the pool's thread

@@ -4,12 +4,10 @@ A one-dimensional mesh shards: each rank has its rows of every parameter. In a t
 the last dimension shards and the first one replicates (HSDP): ranks with the same rows also average
 their gradients.
 
-Every rank issues collectives in program order, one at a time (`Stream.COMM`). The collectives of a
-bucket's parameters are coalesced into one launch if the backend supports it; each writes directly
-to its parameter's place in the slot, so that nothing is copied afterwards.
-
-Host collectives use separate process groups with a short timeout: a started collective cannot be
-aborted and would block process exit.
+Every rank issues collectives in program order, one at a time (`Stream.COMM`). Those of a bucket's
+parameters are coalesced into one launch if the backend supports it; each writes directly to its
+parameter's place in the slot. Host collectives use process groups with a short timeout: a started
+one cannot be aborted and would block process exit.
 """
 
 from __future__ import annotations

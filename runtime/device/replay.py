@@ -1,9 +1,8 @@
 """Code that is captured once and replayed: CUDA graphs.
 
-Steps of a small model are bound by the host: Python launches hundreds of kernels, one by one. A
-CUDA graph (`torch.cuda.CUDAGraph`) launches all kernels of a stage at once. The first few calls run
-the code eagerly, which tunes its kernels and shows which inputs stay at one address. The next call
-is captured.
+A CUDA graph (`torch.cuda.CUDAGraph`) launches all kernels of a stage at once, which Python launches
+one by one. The first few calls run the code eagerly, which tunes its kernels and shows which inputs
+stay at one address. The next call is captured.
 
 [Note: memory of a graph] A replay reads and writes the addresses of its capture.
 

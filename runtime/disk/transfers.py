@@ -1,8 +1,7 @@
 """Reads and writes of a scratch file by background threads.
 
-A request is split into chunks, and the threads of its direction process them in parallel. Threads
-wait in the kernel without the GIL, which is as fast as io_uring here (docs/decisions/0028-disk.md).
-Reads and writes have separate threads, so neither delays the other.
+A request is split into chunks, and the threads of its direction process them in parallel; they
+wait in the kernel without the GIL, as fast as io_uring (docs/decisions/0028-disk.md).
 
 [Note: chunks] Between two chunks a thread waits up to 5 ms for the GIL (`sys.getswitchinterval`)
 while another thread runs Python, such as the one that launches kernels. A chunk of 4 MiB takes
