@@ -115,23 +115,6 @@ class Random(Policy):
         return self.random.choices(ready, weights)[0]
 
 
-class Witness(Policy):
-    """The order of another simulation: the stream of each op. Those that free memory run as soon as
-    they can."""
-
-    def __init__(self, order: Iterable[Stream]) -> None:
-        self.order = deque(order)
-
-    def pick(self, ready: Sequence[Work]) -> Work:
-        frees = [work for work in ready if work.release]
-        if frees or not self.order:
-            return (frees or ready)[0]
-        wanted = [work for work in ready if work.stream is self.order[0]]
-        if wanted:
-            self.order.popleft()
-        return (wanted or ready)[0]
-
-
 class Handed(Completion):
     """The end of what threads do once a simulated stream has come to it."""
 

@@ -1,6 +1,6 @@
 """Mutants of real schedules: an edge is dropped, an op moved, another value, slot or bucket taken.
 
-Whether a mutant can produce a wrong result is decided by the interleavings of `tests.symbolic` and
+Whether a mutant can produce a wrong result is decided by the interleavings of
 `tests.symbolic_cycle`, and `verify` must report every one that can. Mutants of the update, and of
 the edges between graphs, are made by `tests.mutants_step`.
 """
@@ -11,7 +11,6 @@ import enum
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,11 +18,9 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
-from tests.symbolic import Cells, Crash, Path, Start, explore
+from tests.symbolic import Crash
 from tests.symbolic_cycle import Cycle, Kind, kinds
-from tests.symbolic_ops import Machine
 
-_ALONE = ("forward", "backward")
 Edit = Callable[[Schedule, fx.Graph, random.Random], str]
 
 
@@ -33,24 +30,11 @@ class Harm(enum.Enum):
     NONE = "harmless"
     WRONG = "wrong result"
     CRASH = "crash"
-    UNDECIDED = "undecided"  # too many interleavings
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The truth about a mutant."""
-
-    harm: Harm
-    graph: str = ""  # the graph that goes wrong
-    path: Path | None = None  # an interleaving that shows a wrong result
-    why: str = ""
 
 
 class Truth:
-    """What a schedule gives in every interleaving; mutants of it are judged by that.
-
-    Forward and backward alone in all interleavings; a step and the next one in all orders of two
-    ops (`tests.symbolic_cycle`).
+    """What a schedule gives in the interleavings of `tests.symbolic_cycle`; mutants of it are
+    judged by that.
 
     Raises:
         AssertionError: the schedule itself gives more than one result.
@@ -60,15 +44,6 @@ class Truth:
         self.schedule = schedule
         backward = schedule.backward
         self.accumulate = backward is not None and bool(ops.nodes_of(backward, ops.fetch_grad))
-        self.right: dict[str, object] = {}
-        start = Start()
-        for name in filter(schedule.graphs.__contains__, _ALONE):
-            machine = Machine(schedule, name, start, self.accumulate)
-            seen = {machine.seen(cells): cells for cells, _ in explore(machine)}
-            assert len(seen) == 1, f"{schedule.name} {name} has {len(seen)} results"
-            ((result, cells),) = seen.items()
-            self.right[name] = _by_name(machine, cells)
-            start = machine.next(cells)
         self.cycles = {kind: self._cycle(kind) for kind in kinds(schedule)}
 
     def _cycle(self, kind: Kind) -> dict[object, int]:
@@ -76,71 +51,16 @@ class Truth:
         assert all(other == right for other in others), f"{self.schedule.name}: {kind.value}"
         return right
 
-    def judge(self, mutant: Schedule, *, alone: bool = True) -> Verdict:
-        """Can some interleaving of `mutant` give something else than its original does? `alone`:
-        look at forward and backward alone too, which show an interleaving."""
-        verdict = self._alone(mutant) if alone else Verdict(Harm.NONE)
-        if verdict.harm in (Harm.WRONG, Harm.CRASH):
-            return verdict
-        found = self._together(mutant)
-        return verdict if found.harm is Harm.NONE else found
-
-    def _together(self, mutant: Schedule) -> Verdict:
+    def judge(self, mutant: Schedule) -> tuple[Harm, str]:
+        """Can some interleaving of `mutant` give something else than its original does, and why?"""
         for kind, right in self.cycles.items():
             try:
                 cycle = Cycle(mutant, kind, accumulate=self.accumulate)
             except Crash as error:
-                return Verdict(Harm.CRASH, "cycle", None, str(error))
+                return Harm.CRASH, str(error)
             if any(result != right for result in cycle.results()):
-                return Verdict(Harm.WRONG, "cycle", None, kind.value)
-        return Verdict(Harm.NONE)
-
-    def _alone(self, mutant: Schedule) -> Verdict:
-        start = Start()
-        try:
-            for name in filter(mutant.graphs.__contains__, _ALONE):
-                machine = Machine(mutant, name, start, self.accumulate)
-                last: Cells = []
-                for cells, path in explore(machine):
-                    if _by_name(machine, cells) != self.right[name]:
-                        return Verdict(Harm.WRONG, name, path)
-                    last = cells
-                start = machine.next(last)
-        except Crash as error:
-            return Verdict(Harm.CRASH, name, None, str(error))
-        except OverflowError as error:
-            return Verdict(Harm.UNDECIDED, name, None, str(error))
-        return Verdict(Harm.NONE)
-
-
-def _by_name(machine: Machine, cells: Cells) -> object:
-    """What can be seen, in its order: host memory, and what is returned; of saved values, those
-    that the schedule's own backward takes."""
-    kept, returned = machine.seen(cells)
-    backward = machine.schedule.backward
-    if machine.name == "backward" or backward is None:
-        return kept, returned
-    taken = {node.name for node in backward.find_nodes(op="placeholder")}
-    outputs: list[fx.Node] = []
-    fx.map_arg(ops.returned(machine.graph)[0], outputs.append)
-    saved_values = dict(machine.returned[len(outputs) :])
-    return (
-        kept,
-        tuple(cells[cell] for _, cell in machine.returned[: len(outputs)]),
-        tuple((name, cells[cell]) for name, cell in saved_values.items() if name in taken),
-    )
-
-
-def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str]:
-    """A schedule with one edit, or two, and what they were."""
-    while True:
-        mutant = schedule.copy()
-        done = []
-        for _ in range(rng.choice((1, 1, 1, 2))):
-            graph = mutant.graphs[rng.choice([n for n in _ALONE if n in mutant.graphs])]
-            done.append(tried(rng.choice(EDITS), mutant, graph, rng))
-        if all(done):
-            return mutant, "; ".join(done)
+                return Harm.WRONG, kind.value
+        return Harm.NONE, ""
 
 
 def tried(edit: Callable[..., Any], *args: Any) -> Any:

@@ -315,15 +315,12 @@ def not_late(schedule: Schedule, rng: random.Random) -> str:
     return f"{ops.label(node)} {node.name} waits for no reader of the weights"
 
 
-def anything(schedule: Schedule, rng: random.Random) -> str:
-    """An edit of `tests.mutants`, of the update."""
-    if schedule.update is None:
-        return ""
-    edits = (
-        *(mutants.drop_edge, mutants.reroute_edge, mutants.move_free, mutants.delete),
-        *(mutants.change_bucket, mutants.change_value, mutants.swap),
-    )
-    return rng.choice(edits)(schedule, schedule.update, rng)
+def _of_any_graph(edit: mutants.Edit) -> Edit:
+    def made(schedule: Schedule, rng: random.Random) -> str:
+        return edit(schedule, rng.choice(list(schedule.graphs.values())), rng)
+
+    made.__name__ = edit.__name__
+    return made
 
 
 EDITS: dict[str, Edit] = {
@@ -333,6 +330,6 @@ EDITS: dict[str, Edit] = {
         *(return_another, drop_update, update_again, reorder, retarget),
         *(elsewhere, keep_elsewhere, swap_left, leave_another, leave_less),
         *(keep_memory, free_at_once, free_early, help_with, help_early),
-        *(drop_offload, offload_again, not_late, anything),
+        *(drop_offload, offload_again, not_late, *map(_of_any_graph, mutants.EDITS)),
     )
 }

@@ -13,9 +13,9 @@ the parameters, before anything is updated. Interleavings share models and plans
 takes most of the time. With `--cases`, a tenth as many cases are of ranks (`tests.ranks.subject`),
 and as many programs of frames (`tests.frames`).
 
-A mutant is a schedule of `tests.originals` with one or two edits: `tests.mutants` says which, and
-decides by interleavings whether it is harmful. As many again are of updates and of the edges
-between graphs (`tests.mutants_step`).
+A mutant is a schedule of `tests.originals` with one or two edits of `tests.mutants`, which decides
+by interleavings whether it is harmful, or of updates and the edges between graphs
+(`tests.mutants_step`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -38,11 +38,12 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
-from tests import adversary, loops, mutants_step
+from tests import adversary, loops
 from tests.draws import examples
 from tests.frames import command as frames
 from tests.loops import Loop
-from tests.mutants import Harm, Truth, Verdict, mutate
+from tests.mutants import Harm, Truth
+from tests.mutants_step import mutate
 from tests.nets import Choice, Net
 from tests.originals import lined, planned, ran
 from tests.ranks.subject import RankSubject, Shared, shared
@@ -170,89 +171,58 @@ def _prove(
 class Mutants:
     """How `verify` judged mutants, and schedules that are right."""
 
-    judged: collections.Counter[tuple[Harm, bool]]
     schedules: int = 0
     false_alarms: int = 0
-    missed: list[str] = dataclasses.field(default_factory=list)
-    step: Mutants | None = None  # of updates, and of edges between graphs
+    judged: collections.Counter[tuple[Harm, bool]] = dataclasses.field(  # harm, reported
+        default_factory=collections.Counter
+    )
     edits: collections.Counter[tuple[str, bool]] = dataclasses.field(  # name of the edit, harmful
         default_factory=collections.Counter
     )
+    missed: list[str] = dataclasses.field(default_factory=list)
     # of each harmful mutant, what `verify` says
     kinds: list[frozenset[HazardKind]] = dataclasses.field(default_factory=list)
-
-    def count(
-        self, verdict: Verdict, kinds: frozenset[HazardKind], edits: str, name: str = ""
-    ) -> None:
-        """One more, of which `verify` says something, or nothing."""
-        harmful, reported = verdict.harm in (Harm.WRONG, Harm.CRASH), bool(kinds)
-        self.judged[verdict.harm, reported] += 1
-        self.edits[name, harmful] += 1
-        self.kinds += [kinds] if harmful else []
-        if harmful and not reported:
-            self.missed.append(f"missed: {verdict.graph}: {edits} ({verdict.why})")
 
     def of(self, *harms: Harm, reported: bool) -> int:
         return sum(self.judged[harm, reported] for harm in harms)
 
     def __str__(self) -> str:
-        text = (
-            f"{self.schedules} unmodified schedules, {self.false_alarms} false alarms\n"
-            f"{self._table('mutants')}"
-        )
-        if self.step is not None:
-            text += f"\n{self.step._table('mutants of updates and of edges between graphs')}"
-            text += "".join(f"\n{line}" for line in self.step._by_edit())
-        return text
-
-    def _table(self, what: str) -> str:
         harmful = (Harm.WRONG, Harm.CRASH)
         wrong, crash = (self.of(harm, reported=True) for harm in harmful)
-        return (
-            f"{sum(self.judged.values())} {what}\n"
-            f"  harmful, caught: {wrong + crash} ({wrong} that give wrong results, {crash} that "
-            "raise)\n"
-            f"  harmful, missed: {self.of(*harmful, reported=False)}\n"
-            f"  harmless, flagged: {self.of(Harm.NONE, reported=True)}\n"
-            f"  harmless, passed: {self.of(Harm.NONE, reported=False)}\n"
-            f"  with too many interleavings to decide: "
-            f"{self.of(Harm.UNDECIDED, reported=True)} flagged, "
-            f"{self.of(Harm.UNDECIDED, reported=False)} passed"
-        )
-
-    def _by_edit(self) -> Iterator[str]:
-        yield "  edit                      harmful  harmless"
+        lines = [
+            f"{self.schedules} unmodified schedules, {self.false_alarms} false alarms",
+            f"{sum(self.judged.values())} mutants",
+            f"  harmful, caught: {wrong + crash} ({wrong} give wrong results, {crash} raise)",
+            f"  harmful, missed: {self.of(*harmful, reported=False)}",
+            f"  harmless, flagged: {self.of(Harm.NONE, reported=True)}",
+            f"  harmless, passed: {self.of(Harm.NONE, reported=False)}",
+            "  edit                      harmful  harmless",
+        ]
         for name in sorted({name for name, _ in self.edits}):
-            yield f"  {name:24}{self.edits[name, True]:9}{self.edits[name, False]:10}"
+            lines.append(f"  {name:24}{self.edits[name, True]:9}{self.edits[name, False]:10}")
+        return "\n".join(lines)
 
 
-def prove_verify(
-    mutants: int, seed: int, originals: list[Schedule], *, of_steps: int = 0
-) -> Mutants:
-    """Judge the originals, `mutants` mutants of them, and `of_steps` of updates and edges."""
-    counts = Mutants(collections.Counter(), schedules=len(originals))
-    truths = []
-    for schedule in originals:
-        counts.false_alarms += bool(hazards(schedule))
-        truths.append(Truth(schedule))
-    rng = random.Random(seed)
+def prove_verify(mutants: int, seed: int, originals: list[Schedule]) -> Mutants:
+    """Judge the originals, and mutants of them."""
+    counts, rng = Mutants(schedules=len(originals)), random.Random(seed)
+    for original in originals:
+        if found := hazards(original):
+            counts.false_alarms += 1
+            counts.missed.append(f"false alarm on {original.name}: {found[0]}")
+    truths = [Truth(original) for original in originals]
     for _ in range(mutants):
         truth = rng.choice(truths)
-        mutant, edits = mutate(truth.schedule, rng)
-        counts.count(truth.judge(mutant), _kinds(mutant), edits)
-    counts.step = Mutants(collections.Counter())
-    stepping = [truth for truth in truths if truth.schedule.backward is not None]
-    for _ in range(of_steps):
-        truth = rng.choice(stepping)
-        mutant, name, edits = mutants_step.mutate(truth.schedule, rng)
-        verdict = truth.judge(mutant, alone=False)
-        counts.step.count(verdict, _kinds(mutant), edits, name)
-    counts.missed += counts.step.missed
+        mutant, name, edits = mutate(truth.schedule, rng)
+        harm, why = truth.judge(mutant)
+        kinds = frozenset(hazard.kind for hazard in hazards(mutant))
+        harmful = harm is not Harm.NONE
+        counts.judged[harm, bool(kinds)] += 1
+        counts.edits[name, harmful] += 1
+        counts.kinds += [kinds] if harmful else []
+        if harmful and not kinds:
+            counts.missed.append(f"missed: {edits} ({why})")
     return counts
-
-
-def _kinds(schedule: Schedule) -> frozenset[HazardKind]:
-    return frozenset(hazard.kind for hazard in hazards(schedule))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -296,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         third = args.schedules // 3
         originals = ran(third, args.seed) + planned(third, args.seed)
         originals += lined(args.schedules - len(originals), args.seed)
-        found = prove_verify(args.mutants, args.seed, originals, of_steps=args.mutants)
+        found = prove_verify(args.mutants, args.seed, originals)
         print("\n".join([*found.missed, str(found)]))
         failed |= bool(found.missed) or found.false_alarms > 0
     print(f"{time.perf_counter() - start:.0f} s")

@@ -1,4 +1,4 @@
-"""Every interleaving of a schedule, on symbols: what can its results be?
+"""The graphs of a schedule on symbols: what can their results be?
 
 `tests.symbolic_ops` does to symbols what `megacompile.runtime.ops.executor` does to tensors. Memory
 is a list of cells; what a cell holds is a term, such as "output 0 of template 2 on these inputs",
@@ -9,7 +9,8 @@ that was freed. A name that is not there when it is used is a `Crash`, as it is 
 
 Memory is freed as soon as it can be: whoever is harmed by a later free is harmed by an early one.
 
-Graphs that run one after the other share streams, memory and tokens: `tests.symbolic_cycle`.
+Graphs that run one after the other share streams, memory and tokens: `tests.symbolic_cycle`, which
+tries the interleavings.
 
 It knows nothing of `megacompile.verify.hazard`, which it is there to judge.
 """
@@ -17,8 +18,8 @@ It knows nothing of `megacompile.verify.hazard`, which it is there to judge.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import fx
@@ -128,23 +129,12 @@ class Step:
     release: bool = False
 
 
-@dataclass
-class Start:
-    """What a graph finds when it begins."""
-
-    inputs: dict[str, int] = field(default_factory=dict)  # placeholder -> term
-    slots: dict[int, int] = field(default_factory=dict)  # slot -> term
-    rng: int = field(default_factory=lambda: term("rng"))
-
-
 class Layout:
     """One graph of a schedule, laid out over streams and cells.
 
     Args:
         schedule: that the graph is of.
         name: "forward", "backward" or "update".
-        start: what the forward left, for a backward.
-        accumulate: are there gradients on the host?
         earlier: the graph before, which this one shares streams and memory with.
         skips: buckets that an update has nothing to do for.
         clips: do updates read the norms of all gradients?
@@ -157,10 +147,8 @@ class Layout:
         self,
         schedule: Schedule,
         name: str,
-        start: Start,
-        accumulate: bool,
         *,
-        earlier: Layout | None = None,
+        earlier: Layout,
         skips: Collection[int] = (),
         clips: bool = False,
     ) -> None:
@@ -173,39 +161,37 @@ class Layout:
         self.tuples: dict[fx.Node, tuple[Value, ...]] = {}
         self.gone: set[fx.Node] = set()  # names that were deleted
         self.place: dict[fx.Node, Done] = {}
-        if earlier is None:
-            self._world(start, accumulate)
-        else:
-            self._share(earlier)
-        self._earlier(accumulate, alone=earlier is None)
-        if name == "update" and clips:
+        self._share(earlier)
+        if name != "update":
+            self._earlier()
+        elif clips:
             self._clip()
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, start, earlier)
+                self._input(node, earlier)
             elif node.op == "call_function":
                 self._call(node)
         self._end()
 
     # Memory.
 
-    def _world(self, start: Start, accumulate: bool) -> None:
+    def _world(self) -> None:
         """Streams and memory, as the first graph finds them."""
         schedule = self.schedule
         self.runs = 0
         self.initial: Cells = []
         self.queues: dict[Lane, list[Step]] = {s: [] for s in Stream if s.in_order}
         self.owners: dict[int, set[fx.Node]] = {}  # cell -> names that keep its memory
-        self.slots = {slot.index: self.cell(start.slots.get(slot.index)) for slot in schedule.slots}
+        self.slots = {slot.index: self.cell() for slot in schedule.slots}
         self.sizes = {slot.index: slot.size_bytes for slot in schedule.slots}
-        self.rng = self.cell(start.rng)
+        self.rng = self.cell(term("rng"))
         self.persistent: dict[object, int] = {"rng": self.rng, "corrupt": self.cell(term("no"))}
         self.deferred: dict[int, tuple[Done, ...]] = {}  # cell -> kept until these
         self.defers: list[tuple[tuple[Done, ...], list[int]]] = []
         self.tokens: dict[Place, Done] = {}  # who wrote a part last, as graphs have returned it
         self.host_waits: tuple[Done, ...] = ()  # what the host has waited for
         for bucket in schedule.buckets:
-            self._host(bucket, accumulate)
+            self._host(bucket)
 
     def _share(self, earlier: Layout) -> None:
         self.runs = earlier.runs + 1
@@ -217,11 +203,11 @@ class Layout:
         if earlier.name == "forward" and (copies := self.queues[Stream.H2D]):
             self.host_waits = (*self.host_waits, (Stream.H2D, len(copies)))  # the host drains it
 
-    def cell(self, content: int | None = POISON) -> int:
-        self.initial.append(POISON if content is None else content)
+    def cell(self, content: int = POISON) -> int:
+        self.initial.append(content)
         return len(self.initial) - 1
 
-    def _host(self, bucket: Bucket, accumulate: bool) -> None:
+    def _host(self, bucket: Bucket) -> None:
         key = bucket.key
         self.persistent["params", key] = self.cell(term("params", key))
         self.persistent["states", key] = self.cell(term("states", key))
@@ -229,17 +215,12 @@ class Layout:
             self.persistent["staged", key] = self.cell()
         self.persistent["norms", key] = self.cell(term("no norms"))
         for i in self.gradient_params.get(key, ()):
-            content = term("gradient", key, i) if accumulate else POISON
-            self.persistent["gradient", key, i] = self.cell(content)
+            self.persistent["gradient", key, i] = self.cell(term("gradient", key, i))
 
-    def _earlier(self, accumulate: bool, *, alone: bool) -> None:
+    def _earlier(self) -> None:
         """What an earlier schedule may still do when this one starts."""
-        if self.name == "update":
-            return
         held = {node.args[1].index for node in ops.nodes_of(self.graph, ops.reuse)}  # type: ignore[union-attr]
         lost = [cell for index, cell in self.slots.items() if index not in held]
-        if self.name == "backward" and not accumulate and alone:
-            lost += [c for k, c in self.persistent.items() if isinstance(k, tuple) and len(k) == 3]
         self._queue(Stream.COMPUTE, "EARLIER", fills(lost, POISON), ())
 
     def _queue(
@@ -285,14 +266,14 @@ class Layout:
 
     # Names.
 
-    def _input(self, node: fx.Node, start: Start, earlier: Layout | None) -> None:
+    def _input(self, node: fx.Node, earlier: Layout) -> None:
         token = token_of(node)
         if token is not None:
             self.values[node] = None
             if token.place in self.tokens:
                 self.place[node] = self.tokens[token.place]
             return
-        if earlier is not None and node.name in earlier.autograd_has:
+        if node.name in earlier.autograd_has:
             value, done, name = earlier.autograd_has.pop(node.name)
             self._bind(node, value)
             if done is not None:
@@ -303,12 +284,9 @@ class Layout:
         if self.skips:  # another step has taken it
             self.values[node] = None
             return
-        content = start.inputs.get(node.name)
-        if content is None:
-            if self.name != "forward" and not node.name.removeprefix("t").isdigit():
-                raise Crash(f"nobody gives {node.name}")
-            content = term("input", node.name, self.runs)
-        cell = self.cell(content)
+        if self.name != "forward" and not node.name.removeprefix("t").isdigit():
+            raise Crash(f"nobody gives {node.name}")
+        cell = self.cell(term("input", node.name, self.runs))
         copies = {n.name: n for n in ops.nodes_that(self.schedule.forward, lambda o: o.to_backward)}
         if self.name == "backward" and node.name in copies:
             self._bind(node, Copy(cell, copies[node.name].target is ops.write_saved))
@@ -450,12 +428,10 @@ class Layout:
     def _end(self) -> None:
         """The code returns: what it does not return dies."""
         returned = ops.returned(self.graph)
-        self.returned: list[tuple[str, int]] = []
         nodes: list[fx.Node] = []
         fx.map_arg(returned, nodes.append)
         for node in nodes:
             self.get(node)
-            self.returned += [(node.name, cell) for cell in self._cells(node)]
         if self.name != "forward":
             self._hand_tokens(returned[-1])
         outputs: list[fx.Node] = []
@@ -481,17 +457,6 @@ class Layout:
                 if node in self.place:
                     self.tokens[subject.key, part] = self.place[node]
 
-    def seen(self, cells: Cells) -> tuple[object, ...]:
-        """What can be seen at the end."""
-        kept = tuple(cells[cell] for cell in self.persistent.values())
-        return kept, tuple(cells[cell] for _, cell in self.returned)
-
-    def next(self, cells: Cells) -> Start:
-        """What a backward finds after this forward."""
-        inputs = {name: cells[cell] for name, cell in self.returned}
-        slots = {index: cells[cell] for index, cell in self.slots.items()}
-        return Start(inputs, slots, cells[self.rng])
-
 
 _WRITTEN: dict[object, tuple[Part, ...]] = {  # what an op is the last writer of
     ops.keep_grad: (Part.GRADIENTS,),
@@ -510,83 +475,3 @@ def fills(lost: list[int], content: int) -> Run:
             cells[cell] = content
 
     return run
-
-
-Path = list[Stream]  # the streams of the ops in the order in which they run
-
-
-def in_order(machine: Layout) -> Cells:
-    """The cells after a run in which copies come as early as they can."""
-    for cells, _ in explore(machine):
-        return cells
-    raise Crash("deadlock")
-
-
-def explore(machine: Layout, limit: int = 20_000) -> Iterator[tuple[Cells, Path]]:
-    """The final cells of all interleavings, each once, with one that leads there.
-
-    A state is how far each stream has come and what the cells hold: interleavings that meet in one
-    go on as one.
-
-    Raises:
-        Crash: no op can run.
-        OverflowError: more than `limit` states.
-    """
-    queues, index = list(machine.queues.values()), _lanes(machine)
-    ends = tuple(map(len, queues))
-    first = _freed(machine, (0,) * len(queues), list(machine.initial))
-    seen = {first}
-    stack: list[tuple[At, tuple[int, ...], Any]] = [(*first, None)]
-    while stack:
-        at, content, path = stack.pop()
-        if at == ends:
-            yield list(content), _unwind(path)
-            continue
-        moved = False
-        for i, queue in enumerate(queues):
-            if at[i] == ends[i] or not _ready(queue[at[i]], at, index):
-                continue
-            moved = True
-            cells = list(content)
-            queue[at[i]].run(cells)
-            following = _freed(machine, (*at[:i], at[i] + 1, *at[i + 1 :]), cells)
-            if following not in seen:
-                seen.add(following)
-                stack.append((*following, (path, queue[at[i]].stream)))
-        if not moved:
-            raise Crash("deadlock")
-        if len(seen) > limit:
-            raise OverflowError(f"more than {limit} states")
-
-
-At = tuple[int, ...]  # how far each stream has come
-
-
-def _lanes(machine: Layout) -> dict[Lane, int]:
-    return {lane: i for i, lane in enumerate(machine.queues)}
-
-
-def _ready(step: Step, at: At, index: Mapping[Lane, int]) -> bool:
-    return all(at[index[lane]] >= count for lane, count in step.waits)
-
-
-def _freed(machine: Layout, at: At, cells: Cells) -> tuple[At, tuple[int, ...]]:
-    """The state after everything that can be freed has been."""
-    compute, index = machine.queues[Stream.COMPUTE], _lanes(machine)
-    i = index[Stream.COMPUTE]
-    while at[i] < len(compute) and compute[at[i]].release and _ready(compute[at[i]], at, index):
-        compute[at[i]].run(cells)
-        at = (*at[:i], at[i] + 1, *at[i + 1 :])
-    for needed, lost in machine.defers:
-        if all(at[index[lane]] >= count for lane, count in needed):
-            for cell in lost:
-                cells[cell] = FREED
-    return at, tuple(cells)
-
-
-def _unwind(path: Any) -> Path:
-    found: Path = []
-    while path is not None:
-        path, stream = path
-        found.append(stream)
-    return found[::-1]

@@ -19,7 +19,7 @@ from megacompile.ir import ops
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from tests.symbolic import FREED, Cells, Crash, Done, Lane, Start, Step, term
+from tests.symbolic import FREED, Cells, Crash, Done, Lane, Step, term
 from tests.symbolic_ops import Machine
 
 _AT_RANDOM = 6  # interleavings
@@ -48,18 +48,17 @@ class Cycle:
 
     def __init__(self, schedule: Schedule, kind: Kind, *, accumulate: bool) -> None:
         self.machines: list[Machine] = []
-        start = Start(rng=term("rng"))
         trained = sorted(schedule.gradient_params)
         for name in _runs(schedule, accumulate):
             skipped: list[Collection[int]] = [()]
             if name == "update" and kind is Kind.TWO:
                 skipped = [trained[::2], trained[1::2]]
             for skips in skipped:
-                earlier = self.machines[-1] if self.machines else _Elsewhere(schedule, start)
+                earlier = self.machines[-1] if self.machines else _Elsewhere(schedule)
                 clips = kind is Kind.CLIP
                 self.machines.append(
                     Machine(
-                        *(schedule, name, start, accumulate),
+                        *(schedule, name),
                         earlier=earlier,
                         skips=frozenset(skips),
                         clips=clips,
@@ -197,11 +196,11 @@ def _runs(schedule: Schedule, accumulate: bool) -> list[str]:
 class _Elsewhere(Machine):
     """A step of another schedule, of which nothing is done yet: what comes first finds it."""
 
-    def __init__(self, schedule: Schedule, start: Start) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.name = schedule, "elsewhere"
         self.gradient_params = schedule.gradient_params
         self.autograd_has = {}
-        self._world(start, accumulate=True)
+        self._world()
         for bucket in schedule.buckets:
             self._steps(bucket.key)
         for bucket in schedule.buckets:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +12,11 @@ import pytest
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule
 from tests import adversary, inside, loops, prove
 from tests.draws import drawn
 from tests.loops import Loop
-from tests.mutants import Truth, mutate
 from tests.nets import Choice, Net
 from tests.subject import Counts, InOrder, Subject
-from tests.symbolic import Path
 
 ONCE = Net(  # each parameter is used once, so that every sum is the plain model's
     kinds=("linear", "block", "gain"), hidden=8, calls=(0, 1, 2), outputs=(1,), in_loss=True
@@ -139,47 +134,3 @@ def seen(subject: Subject, policy: adversary.Policy) -> bool:
         return subject.wrong(policy) != []
     except prove._ERRORS:
         return True
-
-
-class Replay(adversary.LateExecutor):
-    """Runs the backward of a mutant in a given order."""
-
-    def __init__(self, mutant: Schedule, machine: Any, path: Path) -> None:
-        self.path = path
-        super().__init__(mutant, machine)
-
-    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
-        run = super()._compile(name)
-
-        def replay(taken: list[Any]) -> Any:
-            self.device.policy = adversary.Witness(self.path)
-            return run(taken)
-
-        return replay if name == "backward" else run
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("lookahead", [1, 3])
-def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
-    """The interleaving in which a mutant goes wrong, carried out on the adversarial device."""
-    net = dataclasses.replace(NET, in_loss=False)
-    subject = Subject(net, Choice(lookahead=lookahead, backwards=1), Counts())
-    assert subject.wrong(adversary.Policy()) == []
-    assert subject.wrong(adversary.Policy()) == []  # the gradients that are expected by now
-    (program,) = inside.programs(subject.model)
-    variant, executor = list(program.executors.items())[-1]
-    assert variant.reuse and not variant.accumulate
-    truth, rng = Truth(executor.schedule), random.Random(0)
-    shown, hidden = 0, []
-    for _ in range(150):
-        mutant, edits = mutate(executor.schedule, rng)
-        verdict = truth.judge(mutant)
-        if verdict.graph != "backward" or verdict.path is None:
-            continue
-        program.executors[variant] = Replay(mutant, executor.machine, verdict.path)
-        wrong = seen(subject, adversary.Policy())
-        program.executors[variant] = executor
-        shown += wrong
-        hidden += [] if wrong else [edits]
-    # poison cannot see all: memory with another view of it is left alone, and a step keeps others
-    assert shown >= 10 and len(hidden) <= shown / 2, hidden
