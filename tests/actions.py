@@ -84,7 +84,6 @@ def parse(line: str, **stubs: Any) -> Schedule:
 
 
 def text(schedule: Schedule) -> str:
-    """The actions of its graphs."""
     return " | ".join(ops.actions(graph) for graph in schedule.graphs.values())
 
 
@@ -220,7 +219,6 @@ class _Reader:
         return [*saved, *self.args.values(), *self.rng.values()]
 
     def start(self, forward: _Reader, needed: Collection[str]) -> None:
-        """Give a backward its placeholders."""
         for i in needed:
             self.saved[i] = [self._placeholder(node.name) for node in forward.saved[i]]
             if i not in self.kept:

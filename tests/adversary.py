@@ -60,7 +60,6 @@ class Work:
     reads: tuple[Lease, ...] = ()  # that it waits for
 
     def synchronize(self) -> None:
-        """The host waits for the event."""
         if self.run is None:  # a thread of a disk, which must not wait for whoever has the device
             return
         with self.device._alone:
@@ -92,7 +91,6 @@ class Policy:
         return 0
 
     def pick(self, ready: Sequence[Work]) -> Work:
-        """Which of the heads of the queues is next."""
         return ready[0]
 
 
@@ -218,7 +216,6 @@ class Adversary(Streams):
         event.synchronize()  # the caller's stream is the host
 
     def wait_for(self, handle: Handle) -> None:
-        """Go on until a value is there."""
         for work in events_of([handle]):
             work.synchronize()
 
@@ -457,7 +454,6 @@ class LateOps(BoundOps):
     def _written(
         self, bucket: Bucket, write: Callable[..., Handle], after: tuple[Any, ...]
     ) -> Handle:
-        """See [Note: states on a disk]."""
         if self.in_step:
             return write(bucket, after=after)
         done = self._issue(Stream.WRITE, (after,), lambda: write(bucket, after=after).value)

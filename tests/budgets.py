@@ -151,8 +151,6 @@ FAULTS = ("refused late", "killed", "hung", "fault")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case."""
-
     end: str  # "ran", "refused", "refused as warned", or one of FAULTS
     what: str = ""  # of an error, the type and the first line
     share: float | None = None  # of host buffers after the first step, of what the plan said
@@ -177,7 +175,6 @@ class Meter:
         self.patch = mock.patch.object(HostBuffer, "__new__", staticmethod(made))
 
     def next(self) -> None:
-        """A step is over."""
         self.peaks.append(self.live)
 
     def gone(self, size_bytes: int) -> None:
@@ -253,7 +250,6 @@ def budgets_of(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def trial(case: Case, folder: Path) -> Outcome:
-    """Run a case in this process, which ends with it."""
     warnings.simplefilter("ignore")
     threading.stack_size(MIB)
     given = budgets_of(case, folder)

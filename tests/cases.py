@@ -25,7 +25,6 @@ class Case:
 
 
 def build(name: str) -> Case:
-    """The case called `name`, the same each time."""
     torch.manual_seed(0)
     return CASES[name]()
 

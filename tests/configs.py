@@ -67,12 +67,10 @@ def fixed() -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
 
 
 def nothing() -> int:
-    """No model."""
     return 3
 
 
 def broken() -> nn.Module:
-    """Code of the user that fails."""
     raise ValueError("no such\nthing")
 
 

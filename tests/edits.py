@@ -63,12 +63,10 @@ def free_of(graph: fx.Graph, value: str) -> fx.Node:
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
-    """The ops of its graph that a node names in `after=`."""
     return [n for n in awaited(node) if token_of(n) is None]
 
 
 def wait(node: fx.Node, after: list[fx.Node]) -> None:
-    """Give a node another `after=`."""
     node.kwargs = {"after": tuple(after)} if after else {}
 
 
@@ -84,8 +82,6 @@ def _with_field(schedule: Schedule, field: str, value: str) -> Schedule:
 
 
 class _Graph:
-    """Edits one graph."""
-
     def __init__(self, schedule: Schedule, name: str) -> None:
         self.schedule, self.name, self.graph = schedule, name, schedule.graphs[name]
 

@@ -29,12 +29,10 @@ WAYS = ("exact", "in the backward")
 
 
 def batches(rank: int) -> list[Tensor]:
-    """A rank's rows."""
     return list(IDS[rank::WORLD])
 
 
 def trained(model: nn.Module, way: str, rank: int, mesh: Any) -> dict[str, Any]:
-    """One step of two micro-batches each."""
     optimizer = adamw(model)
     given: dict[str, Any] = {"optimizer": optimizer} if way != "exact" else {}
     megacompile(model, mesh=mesh, device="cpu", lowering="eager", **given)
@@ -49,13 +47,11 @@ def trained(model: nn.Module, way: str, rank: int, mesh: Any) -> dict[str, Any]:
 
 
 def found(model: nn.Module, *, grads: bool = False) -> dict[str, Tensor]:
-    """All parameters or gradients, whole."""
     params: dict[str, Any] = dict(model.named_parameters())
     return {name: whole(param.grad if grads else param) for name, param in params.items()}
 
 
 def backward(model: nn.Module, ids: Tensor) -> Tensor:
-    """The loss of a micro-batch."""
     loss = model(ids)
     loss.backward()
     return loss.detach().clone()

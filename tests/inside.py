@@ -68,7 +68,6 @@ def streamed(model: nn.Module) -> StreamedModel:
 
 
 def is_streamed(model: nn.Module) -> bool:
-    """Is the model megacompiled?"""
     return model._compiled_call_impl is not None
 
 
@@ -96,7 +95,6 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def prove(schedule: Schedule) -> None:
-    """Raises where a schedule is not safe."""
     proof.verify(schedule)
 
 
@@ -112,7 +110,6 @@ def planned_bytes(schedule: Schedule, *, fused: bool) -> int:
 
 
 def buckets(model: nn.Module) -> dict[str, HostBucket]:
-    """The buckets of a model, by name."""
     bound = machine(model).buckets.values()
     by_name = {bucket.layout.name: bucket for bucket in bound}
     assert len(by_name) == len(bound), "two buckets of one name"
@@ -159,7 +156,6 @@ def executors(model: nn.Module) -> list[Executor]:
 
 
 def residents(model: nn.Module) -> set[str]:
-    """The buckets that live on the device."""
     return {name for name, bucket in buckets(model).items() if bucket.resident is not None}
 
 

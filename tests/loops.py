@@ -33,8 +33,6 @@ OF_NETS = ("aliases", "lengths", "numbers")  # members of `Net`
 
 @dataclass(frozen=True)
 class Loop:
-    """What a training loop does around the model."""
-
     penalty: int = 0  # bits: parameters whose squares are added to the loss
     penalty_first: bool = False  # computed before the call of the model
     view: int = -1  # a layer of whose matrix a view is used outside; the model does not know it
@@ -49,11 +47,9 @@ class Loop:
 
     @property
     def outside(self) -> bool:
-        """Are parameters used outside of the model?"""
         return self.penalty != 0 or self.view >= 0 or self.head
 
     def features(self, net: Net) -> tuple[str, ...]:
-        """Which it has."""
         return tuple(name for name, has in _FEATURES.items() if has(self, net))
 
     def rounds(self, net: Net) -> bool:
@@ -65,7 +61,6 @@ class Loop:
         return several and (self.outside or self.twice)
 
     def refused(self, choice: Choice) -> bool:
-        """Must an update in the backward be refused?"""
         return choice.in_backward and (self.outside or self.twice or bool(self.hooks))
 
 
@@ -110,8 +105,6 @@ def run(
 
 
 class Training:
-    """The losses and backwards of a loop."""
-
     def __init__(
         self, model: Any, net: Net, choice: Choice, loop: Loop, seen: Result, first: int
     ) -> None:
@@ -121,7 +114,6 @@ class Training:
         self.alias = None if loop.view < 0 else _matrix(model, loop.view).t()
 
     def backwards(self, step: int) -> None:
-        """The micro-batches of one step."""
         first = self.first + step * self.choice.backwards
         numbers = [first + k for k in range(self.choice.backwards)]
         if self.loop.threads:
@@ -280,7 +272,6 @@ def in_threads(calls: list[Callable[[], Any]]) -> None:
 
 
 def child_writes(model: Any) -> None:
-    """Fork; the child writes to all parameters and exits."""
 
     def write() -> None:
         with torch.no_grad():
@@ -334,7 +325,6 @@ def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) 
 
 @st.composite
 def cases(draw: st.DrawFn, features: tuple[str, ...]) -> tuple[Net, Choice, Loop]:
-    """Any model, plan and loop."""
     of_net = {name: name in features for name in OF_NETS}
     net, choice = draw(nets.nets(**of_net)), draw(nets.choices())
     return net, choice, draw(loops(net, choice, features))

@@ -25,8 +25,6 @@ Edit = Callable[[Schedule, fx.Graph, random.Random], str]
 
 
 class Harm(enum.Enum):
-    """What a mutant can do."""
-
     NONE = "harmless"
     WRONG = "wrong result"
     CRASH = "crash"

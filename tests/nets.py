@@ -21,8 +21,6 @@ KINDS = ("linear", "block", "batch norm", "dropout", "in place", "gain", "fixed"
 
 @dataclass(frozen=True)
 class Net:
-    """A model: its layers and how they are called."""
-
     kinds: tuple[str, ...]  # of the layers
     hidden: int  # width inside of the blocks
     calls: tuple[int, ...]  # layers in the order of their calls
@@ -162,13 +160,11 @@ class Model(nn.Module):
 
 
 def build(net: Net) -> Model:
-    """The same each time."""
     torch.manual_seed(net.seed)
     return Model(net)
 
 
 def data(net: Net, step: int) -> dict[str, Tensor]:
-    """The inputs of a call."""
     generator = torch.Generator().manual_seed(1000 + step)
     if net.written:
         whole = torch.randn(BATCH, WIDTH + 1, generator=generator)
@@ -182,7 +178,6 @@ def data(net: Net, step: int) -> dict[str, Tensor]:
 
 
 def numbers(net: Net, step: int) -> dict[str, float]:
-    """The numbers of a call."""
     return {"scale": 0.75 + step / 16, "count": 2 + step} if net.numbers else {}
 
 

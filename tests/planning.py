@@ -56,13 +56,11 @@ class Uneven(nn.Module):
 
 
 def of_sizes(*sizes: int, width: int = 2048) -> Uneven:
-    """Layers of several sizes."""
     layers = (nn.Sequential(nn.Linear(width, n), nn.Linear(n, width)) for n in sizes)
     return Uneven(layers, 4, width)
 
 
 def equal_behind(layers: int = 16, width: int = 2048) -> Uneven:
-    """Layers of one size."""
     return Uneven((nn.Linear(width, width) for _ in range(layers)), 8, width)
 
 
@@ -109,7 +107,6 @@ def uneven() -> AbstractProgram:
 
 
 def uneven_problem(**changes: Any) -> Problem:
-    """The same, with 4 GiB of device memory."""
     return problem_of(uneven(), budget_bytes=4 * GIB, **changes)
 
 

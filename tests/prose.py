@@ -48,7 +48,6 @@ def repeated(sources: Mapping[str, str]) -> list[str]:
 
 
 def main() -> int:
-    """Print every fault; returns the exit status."""
     sources = {
         str(path.relative_to(ROOT)): path.read_text()
         for folder in FOLDERS

@@ -69,7 +69,6 @@ def check(
 
 
 def check_ranks(case: Shared, interleavings: int, seed: int, counts: Counts) -> None:
-    """The same of ranks that share a model."""
     if plain_refuses(case.net, case.choice, case.loop):
         counts.more["drawn models that the plain loop refuses"] += 1
         hypothesis.reject()
@@ -137,7 +136,6 @@ def prove(
 
 
 def prove_ranks(cases: int, seed: int, interleavings: int, *, shrink: bool = False) -> Counts:
-    """The same of ranks that share a model."""
 
     def one(case: Shared, first: int, counts: Counts) -> None:
         check_ranks(case, interleavings, first, counts)
@@ -204,7 +202,6 @@ class Mutants:
 
 
 def prove_verify(mutants: int, seed: int, originals: list[Schedule]) -> Mutants:
-    """Judge the originals, and mutants of them."""
     counts, rng = Mutants(schedules=len(originals)), random.Random(seed)
     for original in originals:
         if found := hazards(original):

@@ -152,8 +152,6 @@ class Adapted(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, and two layers around a ReLU."""
-
     def __init__(self, width: int, breaks: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -169,8 +167,6 @@ class Block(nn.Module):
 
 
 class Model(Language):
-    """Three blocks."""
-
     def __init__(self, width: int = 128, breaks: bool = False) -> None:
         super().__init__(50, width, (Block(width, breaks) for _ in range(3)))
 
@@ -179,13 +175,11 @@ Quantize = Callable[[nn.Linear], nn.Linear]
 
 
 def wrapped(layer: nn.Linear) -> nn.Linear:
-    """The layer with its weight as an `Int8`."""
     layer.weight = nn.Parameter(Int8.of(layer.weight), requires_grad=False)
     return layer
 
 
 def stateful(layer: nn.Linear) -> nn.Linear:
-    """The layer with its weight as a `Packed`."""
     made = PackedLinear(layer.in_features, layer.out_features, bias=False)
     made.weight = Packed.of(layer.weight)
     return made

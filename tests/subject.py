@@ -61,8 +61,6 @@ _NETS: dict[str, Callable[[Net], object]] = {  # what is counted of models
 
 @dataclasses.dataclass
 class Counts:
-    """What was proved."""
-
     cases: int = 0
     mismatches: int = 0
     plans: set[tuple[Net, Choice]] = dataclasses.field(default_factory=set)
@@ -70,7 +68,6 @@ class Counts:
     more: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def drawn(self, subject: Drawn, cases: int) -> None:
-        """Count what a subject has."""
         net, choice = subject.net, subject.choice
         self.plans.add((net, choice))
         names = [name for name, has in _NETS.items() if has(net)]
@@ -152,7 +149,6 @@ def _param_bytes(model: torch.nn.Module) -> int:
 
 
 def differences(wanted: Result, got: Result, *, rtol: float = 0.0) -> list[str]:
-    """What is missing or different."""
     found = sorted(wanted.keys() ^ got.keys())
     for name in wanted.keys() & got.keys():
         a, b = wanted[name], got[name]
@@ -217,7 +213,6 @@ class Subject:
 
     @property
     def rounds(self) -> bool:
-        """Is it equal to the plain model but for rounding?"""
         return self.choice.in_backward or self.loop.rounds(self.net)
 
     def wrong(self, policy: adversary.Policy) -> list[str]:
@@ -258,7 +253,6 @@ class Subject:
         return loops.run(self.model, self.net, self.choice, self.loop, self.optimizer)
 
     def _reset(self) -> None:
-        """Load a checkpoint of the start."""
         self.model.load_state_dict(self.start)
         self.model.zero_grad()
         if self.optimizer is not None:

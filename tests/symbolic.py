@@ -120,8 +120,6 @@ Done = tuple[Lane, int]  # a lane has come so far
 
 @dataclass(eq=False)
 class Step:
-    """An op in its stream's queue."""
-
     label: str
     stream: Stream
     run: Run
@@ -302,7 +300,6 @@ class Layout:
             self.owners.setdefault(cell, set()).add(node)
 
     def get(self, node: Any) -> Value:
-        """A name's value."""
         if not isinstance(node, fx.Node):
             raise Crash(f"{node!r} is no value")
         if node in self.gone or node not in self.values:

@@ -173,7 +173,6 @@ def _closure(n: int, following: Callable[[int], Collection[int]]) -> set[int]:
 
 
 def kinds(schedule: Schedule) -> list[Kind]:
-    """What users may do with a schedule."""
     if schedule.update is None or schedule.backward is None:
         return [Kind.STEP]
     found = [Kind.STEP]

@@ -270,7 +270,6 @@ class Machine(Layout):
         return self._copies(pairs), group
 
     def _trained(self, key: int) -> Sequence[int]:
-        """The parameters of a bucket that get gradients."""
         try:
             return self.gradient_params[key]
         except KeyError:

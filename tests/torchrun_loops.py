@@ -109,7 +109,6 @@ def tied() -> Any:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Do ranks share it?"""
     return any(hasattr(param, "full_tensor") for param in model.parameters())
 
 
@@ -120,8 +119,6 @@ def values(model: nn.Module) -> Values:
 
 @dataclass
 class Job:
-    """What a loop does, and what it has found."""
-
     way: str
     model: Any
     data: Rows
@@ -142,7 +139,6 @@ class Job:
 
 
 def trainer(job: Job) -> Any:
-    """`Trainer` of transformers."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Look(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -273,7 +269,6 @@ LOOPS: dict[str, Callable[[Job], Any]] = {
 
 
 def made(name: str, way: str, folder: Path, device: str) -> Job:
-    """A model, its rows, and a folder."""
     torch.manual_seed(way == "resumes")
     if way in ("saves", "resumes"):  # who resumes in Lightning begins at the first batch
         job = Job(way, tied(), Tokens(2 if name == "lightning" else 64), folder, device)

@@ -104,7 +104,6 @@ def assert_states_same(plain: Any, streamed: Any) -> None:
 
 
 def through_file(value: Any) -> Any:
-    """What was saved, as it is loaded."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

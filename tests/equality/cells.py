@@ -227,7 +227,6 @@ class Run:
         return copy.deepcopy(self.model.state_dict())
 
     def reset(self) -> None:
-        """As before the first step."""
         self.model.load_state_dict(self.start)
         self.model.train()
         self.model.zero_grad()
@@ -237,7 +236,6 @@ class Run:
             optimizer.state.clear()
 
     def note(self, name: str, value: Tensor | None) -> None:
-        """Write down what the loop sees."""
         self.seen[f"{name} ({len(self.seen)})"] = (
             torch.empty(0) if value is None else value.detach().clone()
         )
@@ -286,7 +284,6 @@ class Run:
         return ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
 
     def look(self) -> None:
-        """All that there is at the end."""
         for name, value in self.model.state_dict().items():
             self.note(name, value)
         for name, param in self.params():
@@ -457,7 +454,6 @@ OF_SEVERAL = ("clipped", "retained", "crossed", "looked at")  # what no update i
 
 
 def plain(cell: Cell) -> Any:
-    """The model of a cell, the same each time."""
     torch.manual_seed(0)
     model = Net(cell.model)
     return model.to(BF16) if cell.numbers.startswith("rounded") else model
@@ -495,7 +491,6 @@ def trained(run: Run) -> dict[str, Tensor]:
 
 
 def on(run: Run, loop: str) -> Run:
-    """The same model in another loop."""
     run.cell = replace(run.cell, loop=loop)
     return run
 
@@ -511,7 +506,6 @@ def _alike(cell: Cell) -> Run:
 
 @functools.cache
 def expected(cell: Cell) -> dict[str, Tensor]:
-    """What the twin of a cell sees."""
     return trained(on(_alike(replace(cell.alike, loop="once")), cell.loop))
 
 

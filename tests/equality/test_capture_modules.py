@@ -173,7 +173,6 @@ class Task(nn.Module):
 
 
 def streamed_names(model: nn.Module) -> set[str]:
-    """The parameters that some schedule reads."""
     found = set()
     for program in inside.programs(model):
         for given in program.capture.inputs:

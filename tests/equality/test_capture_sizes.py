@@ -24,8 +24,6 @@ HEADS = 4
 
 
 class Block(nn.Module):
-    """Attention and an MLP, with a dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -41,8 +39,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model: (loss, logits)."""
-
     def __init__(self, blocks: int = 1) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -96,7 +92,6 @@ class Loop:
 
     @property
     def planned(self) -> list[int | float] | None:
-        """The sizes that memory is planned for."""
         symbols = schedules(self.model)[-1].symbols
         return None if symbols is None else list(symbols.planned.values())
 
@@ -189,7 +184,6 @@ def shifted(m: Any, x: Tensor) -> Tensor:
 
 
 def numbered(m: Any, x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
-    """Gives numbers, too."""
     y = m.first(x)
     torch._dynamo.graph_break()
     return m.last(y)[: x.shape[0] // 2].sum(), x.shape[0] * 3, (x.shape[0], 7)
@@ -208,7 +202,6 @@ def unet(m: Any, x: Tensor) -> Tensor:
 
 
 def summed(layer: nn.Module, *functions: Callable[[Tensor], Tensor]) -> Any:
-    """The means of what several functions make."""
     return of_layer(layer, lambda x: sum(f(x).square().mean() for f in functions))
 
 

@@ -25,7 +25,6 @@ from tests.zoo import WIDTH, assert_same, equal, twins
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """What megacompile warns of meanwhile."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -98,7 +98,6 @@ def run(model: Any, optimizer: Any, steps: int, first: int = 0) -> None:
 
 
 def values(of: Trained) -> list[Tensor]:
-    """Copies of parameters and states."""
     found = list(of[0].parameters())
     for state in of[1].state_dict()["state"].values():
         found += [value for value in state.values() if isinstance(value, Tensor)]
@@ -163,7 +162,6 @@ def refused(model: Any, optimizer: Any, folder: Path) -> None:
 
 
 def kept(of: Trained) -> Any:
-    """A checkpoint."""
     return copy.deepcopy((of[0].state_dict(), of[1].state_dict()))
 
 

@@ -29,7 +29,6 @@ Model = Any
 
 
 def net(dtype: torch.dtype = torch.float32) -> Model:
-    """One parameter is frozen, some get no gradient."""
     return zoo.mixed()[0].to(dtype)
 
 

@@ -60,13 +60,11 @@ class Net(nn.Module):
 
 
 def nets() -> tuple[Net, Net]:
-    """A plain model, and the same megacompiled."""
     torch.manual_seed(0)
     return twins(Net().eval(), progress=False)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """One step with dropout; its loss."""
     torch.manual_seed(1)
     model.train()
     loss: Tensor = model(torch.arange(6)[None]).square().mean()
@@ -190,7 +188,6 @@ Kind = type[nn.LSTM] | type[nn.GRU]
 
 
 def alone(kind: Kind) -> Any:
-    """Nothing of it is captured."""
     return kind(STATE_WIDTH, STATE_WIDTH, num_layers=2, batch_first=True)
 
 
@@ -242,7 +239,6 @@ def with_adamw(models: tuple[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def prefetches(model: Any) -> list[Any]:
-    """The prefetches of its schedules."""
     graphs = (graph for schedule in schedules(model) for graph in schedule.graphs.values())
     return [node for graph in graphs for node in ops.nodes_of(graph, ops.prefetch)]
 

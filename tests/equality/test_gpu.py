@@ -111,7 +111,6 @@ def assert_equal(wanted: dict[str, Tensor], got: dict[str, Tensor], what: object
 
 
 def mapping_bytes(tensor: Tensor) -> int:
-    """The size of the mapping that a host tensor lies in."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(part, 16) for part in line.split()[0].split("-"))
         if start <= tensor.data_ptr() < end:

@@ -248,7 +248,6 @@ def _nothing_runs_out() -> Iterator[None]:
 
 
 def run_out(what: str, *calls: int) -> None:
-    """From now on, counted from the next one."""
     AT[what] = {CALLS[what] + call for call in calls}
 
 

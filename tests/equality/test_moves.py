@@ -53,7 +53,6 @@ def _note(net: Net) -> None:
 
 
 def settled(model: nn.Module) -> bool:
-    """Do all buckets live on the device?"""
     return inside.residents(model) == inside.buckets(model).keys()
 
 

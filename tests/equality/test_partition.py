@@ -42,7 +42,6 @@ def check(model: nn.Module, *args: Any) -> Schedule:
 
 
 def run(net: Net, x: Any, first: int = 0) -> Any:
-    """Through the layers from `first` on."""
     for layer in list(net.layers)[first:]:
         x = layer(x)
     return x
@@ -256,7 +255,6 @@ def test_the_mode_that_a_graph_is_captured_in() -> None:
 
 
 def computed(schedule: Schedule) -> str:
-    """The stages of a forward and what they assign."""
     actions = ops.actions(schedule.forward).split()
     return " ".join(each for each in actions if each == "ASSIGN" or each[-1] == "F")
 

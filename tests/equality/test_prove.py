@@ -105,7 +105,6 @@ FAULTS: dict[str, tuple[Choice, Fault]] = {
 
 
 def plant(subject: Subject, fault: Fault) -> None:
-    """Let the subject's schedules have a fault."""
     for program in inside.programs(subject.model):
         for variant, executor in program.executors.items():
             schedule = executor.schedule.copy()

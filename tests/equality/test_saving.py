@@ -37,7 +37,6 @@ def made(seed: int) -> Net:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """What a model on meta gets from a folder."""
     return values(megacompile(on_meta(), checkpoint=folder))
 
 
@@ -257,7 +256,6 @@ class Pair(nn.Module):
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file of three tensors."""
     from safetensors.torch import save_file
 
     path = tmp_path / "model.safetensors"
@@ -266,7 +264,6 @@ def file(tmp_path: Path) -> Path:
 
 
 def parts(path: Path) -> tuple[Any, bytes]:
-    """The header of a file, and the bytes of its tensors."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), data[8 + length :]

@@ -38,7 +38,6 @@ AXES = OrderedDict(
 
 
 def makes_sense(row: list[str]) -> bool:
-    """Of the first members of a cell."""
     cell = Cell(*row)
     own = cell.optimizer not in cells.BY_RULE  # torch.optim's steps, in the parameters' dtype
     if own and (cell.in_backward or cell.numbers not in ("exact", "autocast", "masters")):
@@ -58,7 +57,6 @@ ALWAYS = 20  # the first cells have most of the pairs
 
 
 def vars_of(cell: Cell) -> list[str]:
-    """Of a cell, in order."""
     return [getattr(cell, name).replace(" ", "_") for name in AXES]
 
 

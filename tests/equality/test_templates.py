@@ -130,8 +130,6 @@ def test_each_stage_has_the_code_that_the_schedule_runs() -> None:
 
 
 class Wide(nn.Module):
-    """A layer that has much to save."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4)

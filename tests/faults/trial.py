@@ -108,8 +108,6 @@ def _file(test: str) -> str:
 
 
 class End(enum.StrEnum):
-    """How a fault ended."""
-
     FAILED = "failed"  # a test failed
     CRASHED = "crashed"  # the process of the tests died
     HUNG = "hung"
@@ -141,7 +139,6 @@ class Result:
 
     @staticmethod
     def of(entry: dict[str, Any]) -> Result:
-        """From JSON."""
         return Result(**entry | {"end": End(entry["end"])})
 
 
@@ -199,7 +196,6 @@ def trial(
 
 
 def _end(run: Run) -> tuple[End, str]:
-    """How a run of pytest ended, and in which test."""
     last = (run.tests("started") or [""])[-1]
     if run.code is None:
         return End.HUNG, last

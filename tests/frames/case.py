@@ -131,7 +131,6 @@ class Case:
         return len(self.parts), changed, len(self.rows)
 
     def made(self) -> list[Part]:
-        """Its parts, each with its own name."""
         made = [KINDS[kind](random.Random(seed)) for kind, seed in self.parts]
         return [_named(part, i) for i, part in enumerate(made)]
 
@@ -143,7 +142,6 @@ class Case:
         )
 
     def text(self) -> str:
-        """The program."""
         parts = self.made()
 
         def lines(name: str, depth: int, wrap: str = "") -> str:
@@ -191,7 +189,6 @@ def _named(part: Part, i: int) -> Part:
 
 
 def draw(rng: random.Random) -> Case:
-    """Any case."""
     kinds = [rng.choice([*KINDS, "helper"]) for _ in range(rng.choice((1, 1, 2, 3)))]
     parts = tuple((kind, rng.randrange(2**20)) for kind in kinds)
     length = rng.choice((3, 3, 4))

@@ -24,8 +24,6 @@ from tests.frames.judge import EAGER, Setting, judge, shrink
 
 @dataclass
 class Counts:
-    """What was proved."""
-
     cases: int = 0
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     drawn: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -36,7 +34,6 @@ class Counts:
         return self.kinds["mismatch"]
 
     def add(self, number: int, case: Case, setting: Setting) -> None:
-        """Run one more."""
         verdict = judge(case, setting)
         self.cases += 1
         self.kinds[verdict.kind] += 1
@@ -55,7 +52,6 @@ class Counts:
         self.found[key] = at, count + 1, text
 
     def join(self, other: Counts) -> None:
-        """Add what another process counted."""
         self.cases += other.cases
         self.kinds.update(other.kinds)
         self.drawn.update(other.drawn)
@@ -74,7 +70,6 @@ class Counts:
 
 
 def numbered(seed: int, number: int, setting: Setting = EAGER) -> Case:
-    """The case of that number."""
     case = draw(random.Random(f"{seed}/{number}"))
     if setting.rtol:  # an adversarial device is simulated, and its code eager
         case = dataclasses.replace(case, options=dataclasses.replace(case.options, device=-1))
@@ -94,7 +89,6 @@ def quickly() -> Iterator[None]:
 
 
 def prove(seed: int, numbers: range, setting: Setting = EAGER, *, tell: bool = False) -> Counts:
-    """Run the cases of these numbers."""
     counts = Counts()
     with quickly(), contextlib.ExitStack() as stack:
         for number in numbers:

@@ -41,7 +41,6 @@ class Seen:
     warned: list[str] = field(default_factory=list)
 
     def see(self, name: str, value: object) -> None:
-        """Note a value."""
         if isinstance(value, Tensor):
             value = value.detach().clone().cpu()
         self.values[f"{len(self.values)} {name}"] = value
@@ -138,7 +137,6 @@ def _differences(wanted: Seen, got: Seen, rtol: float) -> list[str]:
 
 
 def _distance(a: Any, b: Any) -> str:
-    """How far apart numbers are, in a few digits."""
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.numel():
         return f" (by {(a.double() - b.double()).abs().max().item():.1g})"
     return ""
@@ -153,7 +151,6 @@ class Verdict:
 
 
 def judge(case: Case, setting: Setting = EAGER, folder: str | None = None) -> Verdict:
-    """Run a case both ways."""
     with contextlib.ExitStack() as stack:
         place = folder or stack.enter_context(tempfile.TemporaryDirectory())
         path = Path(place, f"frames_{abs(hash((case, os.getpid()))):x}.py")

@@ -12,7 +12,6 @@ from tests import inside
 
 
 def heard(provoke: Callable[[], object]) -> list[str]:
-    """What megacompile warns of."""
     inside.say_again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -20,13 +20,11 @@ Loss = Callable[[Tensor, Tensor, Tensor], Any]  # of hidden states, the head's w
 
 
 def reasons(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[str, ...]:
-    """What is said when a model is captured."""
     (program,) = inside.abstract(model, inputs, **options)
     return program.stages.plan.reasons
 
 
 def of_head(loss: Loss, length: int = LENGTH, **options: Any) -> str:
-    """What is said of the only loss."""
     weight = nn.Parameter(torch.empty(CLASSES, WIDTH, device="meta"))
     model = Applies(lambda m, x, ids: loss(x, m.weight, ids), weight=weight)
     x = torch.empty(ROWS, length, WIDTH, device="meta")

@@ -34,17 +34,14 @@ def net() -> Any:
 
 
 def option(**options: Any) -> Callable[[Path], None]:
-    """A call with these options."""
     return lambda folder: megacompile(net(), device="cpu", **options) and None
 
 
 def disk(**options: Any) -> Callable[[Path], None]:
-    """The same with a disk."""
     return lambda folder: megacompile(net(), device="cpu", disk=folder, **options) and None
 
 
 def optimizer(make: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """A call with an optimizer."""
 
     def call(folder: Path) -> None:
         model = net()

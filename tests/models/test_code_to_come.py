@@ -180,7 +180,6 @@ def test_others_wait(why: str, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def codes(model: nn.Module) -> list[dict[Any, Any]]:
-    """The code of the newest schedule's templates."""
     return [dict(template.code) for template in schedules(model)[-1].templates]
 
 

@@ -27,7 +27,6 @@ Part = tuple[str, int]
 
 
 def part(kind: str, *features: str) -> Part:
-    """A part of that kind which has these features."""
     for seed in range(2000):
         found = KINDS[kind](random.Random(seed)).features
         if all(feature in found for feature in features):

@@ -25,8 +25,6 @@ WIDTH, ROWS, MORE = 256, 64, 256  # the last rank has so many times the rows
 
 
 class Loop:
-    """A model that ranks share, and its rows."""
-
     def __init__(self, here: Here) -> None:
         layers = (nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.model: Any = Tower(layers, lambda layer, x: torch.relu(layer(x)))

@@ -33,8 +33,6 @@ AGES = 1000.0  # seconds that nobody waits
 
 
 class Net(nn.Module):
-    """Some layers, of two parameters each."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
@@ -179,7 +177,6 @@ CASES = {fault.run.__name__: fault for fault in FAULTS}
 
 
 def run_rank(name: str, rank: int, port: int, result: Path) -> None:
-    """One rank of a case, to the end of its process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     case = CASES[name]
     address = f"tcp://127.0.0.1:{port}"

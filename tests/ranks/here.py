@@ -43,11 +43,9 @@ class Here:
         return self.meshed(2, 2)
 
     def meshed(self, *sizes: int) -> Here:
-        """The same ranks in another mesh."""
         return Here(init_device_mesh(self.device, sizes), self.folder)
 
     def all_say(self, value: Any) -> list[Any]:
-        """What each rank says: a collective."""
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, value)
         return found
@@ -108,7 +106,6 @@ def differing(ours: Values, theirs: Values, near: float = 0.0) -> list[str]:
 
 
 def same_in_all(here: Here, values: Values) -> None:
-    """Has every rank these, in every bit?"""
     first: list[Any] = [values]
     dist.broadcast_object_list(first, 0)
     assert not differing(values, first[0]), "ranks differ"

@@ -133,7 +133,6 @@ class Mesh(DeviceMesh):
         return self.place
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank."""
         del mesh_dim
         return self.place
 

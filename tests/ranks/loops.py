@@ -57,7 +57,6 @@ class Loop:
         self.seen.append(value.item())
 
     def backward(self, loss: Tensor) -> None:
-        """Of a loss of this rank's rows."""
         loss.backward()
         self.note(loss.detach(), of_rank=True)
 
@@ -200,7 +199,6 @@ def run(name: str, here: Here | None, ranks: int, **options: Any) -> Values:
 
 
 def check(name: str, **options: Any) -> Check:
-    """Ranks do in a loop as the plain model does."""
 
     def as_plain(here: Here) -> None:
         plain = run(name, None, here.count)

@@ -190,7 +190,6 @@ def _step(mode: Mode, model: nn.Module, optimizer: Optimizer, name: str, found: 
 
 
 def check(mode: Mode) -> Check:
-    """Ranks train as the plain model does, in this mode."""
 
     def as_plain(here: Here) -> None:
         expected = plain(mode, here)

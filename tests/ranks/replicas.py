@@ -60,7 +60,6 @@ class Loop:
         self.counts: list[int] = []
 
     def loss(self, number: int, layers: int) -> Tensor:
-        """Of a micro-batch."""
         generator = torch.Generator().manual_seed(number)
         rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
         if self.here is not None:
@@ -94,7 +93,6 @@ class Loop:
         self.counts.append(self.waiting())
 
     def keep(self, gradient: Tensor) -> None:
-        """As a hook: note what it sees."""
         self.seen.append(whole(gradient))
 
     def waiting(self) -> int:

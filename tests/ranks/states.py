@@ -70,7 +70,6 @@ def another() -> Any:
 
 
 def shared(here: Here, make: Make = adamw, model: Any = None, **options: Any) -> tuple[Any, Any]:
-    """A model that ranks share, and its optimizer."""
     model = megacompile(model or net(), mesh=here.mesh, device="cpu", **options)
     return model, make(model)
 

@@ -33,8 +33,6 @@ RANKS = (2, 3, 4)
 
 @dataclass(frozen=True)
 class Shared:
-    """What ranks that share a model do."""
-
     net: Net
     choices: tuple[Choice, ...]  # of each rank; plans may differ in what no collective depends on
     loop: Loop = Loop()
@@ -45,7 +43,6 @@ class Shared:
 
     @property
     def choice(self) -> Choice:
-        """Of the first rank."""
         return self.choices[0]
 
 
@@ -101,7 +98,6 @@ class Rank:
         return seen
 
     def reset(self) -> None:
-        """Load a checkpoint of the start."""
         with torch.no_grad():
             for name, value in self.model.state_dict().items():
                 local(value).copy_(local(self.start[name]))
@@ -110,7 +106,6 @@ class Rank:
             self.optimizer.state.clear()
 
     def rows(self, value: Tensor, rank: int) -> Tensor:
-        """What a rank has of a whole tensor."""
         shape = tuple(value.shape)
         first = min(-(-shape[0] // self.case.count) * rank, shape[0])
         return value.narrow(0, first, shard_shape(shape, rank, self.case.count)[0])
@@ -152,7 +147,6 @@ class RankSubject:
 
     @property
     def poisoned(self) -> int:
-        """How often memory was poisoned."""
         return sum(rank.device.memory.poisoned for rank in self.ranks)
 
     def wrong(self, policy: Callable[[int], adversary.Policy], seed: int) -> list[str]:

@@ -38,7 +38,6 @@ class Late:
         self._waiting: deque[Any] = deque()
 
     def submit(self, job: Any) -> None:
-        """Let an update wait."""
         if self.breaks_at == 0:
             raise self.breaks_with
         self.breaks_at -= 1

@@ -143,7 +143,6 @@ class Side:
         self.saved: Any = None
 
     def end(self) -> None:
-        """Remove what would be there in the next example."""
         for handle in self.hooks:
             handle.remove()
         self.optimizers, self.losses, self.aliases, self.hooks = [], [], [], []
@@ -156,7 +155,6 @@ class Side:
         return found[number % len(found)]
 
     def shape(self) -> list[Any]:
-        """All that the user can look at."""
         found: list[Any] = [(n, p.detach().clone()) for n, p in self.model.named_parameters()]
         if self.updates is None:
             every = [*self.params.values(), self.other]
@@ -222,7 +220,6 @@ class Side:
         return [found, None if self.x.grad is None else self.x.grad.clone()]
 
     def all_backwards(self) -> None:
-        """Of all that wait, added."""
         torch.stack(self.losses).sum().backward()
         self.losses.clear()
 
@@ -343,7 +340,6 @@ class Side:
         self.optimizers = [made, of] if keep else [made]
 
     def state(self, number: int, how: str) -> None:
-        """Something is done to a state of a parameter."""
         state = self.optimizers[0].state.get(self.param(number), {})
         names = [n for n, value in state.items() if isinstance(value, Tensor) and value.dim()]
         for name in names[:1]:
@@ -379,7 +375,6 @@ class Side:
         a.data, b.data = b.data, a.data
 
     def gradient(self, number: int, how: str) -> None:
-        """Something is done to `p.grad`."""
         param = self.param(number)
         if how == "set":
             param.grad = torch.full_like(param, 0.1)
@@ -405,7 +400,6 @@ class Side:
             a.grad, b.grad = b.grad, a.grad
 
     def alias(self, number: int, kind: str) -> None:
-        """Keep another name of memory."""
         param = self.param(number)
         state = list(self.optimizers[0].state.get(param, {}).values())
         of_grad = kind.startswith("grad") and param.grad is not None

@@ -80,7 +80,6 @@ def steps(model: nn.Module, optimizer: Optimizer, *seeds: int) -> None:
 
 
 def looked_at(model: Any, optimizer: Optimizer) -> list[Any]:
-    """Copies of parameters, gradients and states."""
     found: list[Any] = []
     for param in model.parameters():
         values = (param, param.grad, *optimizer.state.get(param, {}).values())

@@ -47,7 +47,6 @@ def ops_of(model: Any) -> Countdown:
 
 
 def count_of(ops: Countdown, model: Any) -> int:
-    """How many a step issues."""
     with ops.failing():
         step(model, batch(9))
     return ops.calls

@@ -61,8 +61,6 @@ class Wrapper(Optimizer):
 
 
 class Pair:
-    """A plain model, and one whose backward updates."""
-
     def __init__(self, between: Any = None) -> None:
         self.plain = net(between)
         self.model: Any = copy.deepcopy(self.plain)
@@ -72,7 +70,6 @@ class Pair:
         self.at = 0
 
     def steps(self, count: int) -> None:
-        """Of both."""
         for each, optimizer in self.both:
             take_steps(each, optimizer, count, start=self.at)
         self.at += count
@@ -186,7 +183,6 @@ class Half(Pair):
                 param.copy_(self.saved[0][name])
 
     def load(self, *, copying: bool = False) -> None:
-        """The checkpoint, by load_state_dict() or in place."""
         if copying:
             self.copy()
         else:

@@ -71,7 +71,6 @@ class Flying:
         return found
 
     def load(self) -> None:
-        """The checkpoint, on both sides."""
         for model, optimizer in self.both:
             model.load_state_dict(self.saved[0])
             optimizer.load_state_dict(copy.deepcopy(self.saved[1]))

@@ -39,8 +39,6 @@ from tests.stateful.side import Side
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a model is megacompiled."""
-
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     breaks: bool = False  # of the graph
     late: bool = False  # updates are made when somebody waits
@@ -463,7 +461,6 @@ def settings(examples: int, steps: int, *phases: hypothesis.Phase) -> hypothesis
 
 
 def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed: int = 0) -> None:
-    """Draw some loops for a configuration."""
     pair = Pair(CONFIGS[config])
     kind: type[Both] = Updating if CONFIGS[config].in_backward else Training
     run_machine: Any = run_state_machine_as_test  # has no types in older versions

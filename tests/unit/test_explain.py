@@ -63,7 +63,6 @@ def trained(**options: Any) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the parameters, and of their buckets."""
     padded = sum(bucket.size_bytes for bucket in mc.schedules(model)[0].buckets)
     return sum(p.numel() * p.element_size() for p in model.parameters()), padded
 

@@ -25,8 +25,6 @@ IGNORED = -100
 
 @dataclass
 class Head:
-    """The inputs of a head, as leaves."""
-
     hidden: Tensor  # (rows, WIDTH)
     weight: Tensor  # (CLASSES, WIDTH)
     bias: Tensor | None

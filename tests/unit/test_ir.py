@@ -96,7 +96,6 @@ def test_a_declared_op_is_proved_shown_and_counted(noting: Schedule) -> None:
 
 
 def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
-    """Everything a graph says, with nodes by their names."""
     return [
         (node.op, node.name, node.target, str(node.args), str(node.kwargs), dict(node.meta))
         for node in graph.nodes

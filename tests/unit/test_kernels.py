@@ -112,7 +112,6 @@ def at_step(
 def steps_of(
     run: Run, rule: OptimizerRule, updates: Sequence[Update], *, seeded: bool = False, steps: int
 ) -> list[Update]:
-    """Copies of the parameters after some steps."""
     found = [cloned(u) for u in updates]
     torch.manual_seed(1)
     for step in range(1, steps + 1):

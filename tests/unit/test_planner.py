@@ -35,7 +35,6 @@ def floor_of(made: Problem) -> int:
 
 
 def as_kind(kind: type[Problem], like: Problem) -> Any:
-    """The same problem with another class."""
     return kind(**{each.name: getattr(like, each.name) for each in fields(like) if each.init})
 
 

@@ -23,7 +23,6 @@ from tests.faults.fault import Fault
 
 
 def parsed(text: str) -> Iterator[Fault]:
-    """The faults of one text file."""
     for section in text.split("\n== ")[1:]:
         path, _, blocks = section.strip("\n").partition("\n")
         for block in blocks.strip("\n").split("\n\n"):
