@@ -339,8 +339,10 @@ def _contents(
         )
     if checkpoint is None and not on_meta(model):
         return None
+    if isinstance(checkpoint, (str, os.PathLike)):
+        checkpoint = Checkpoint(checkpoint)
     with compat.on_host():
-        return Contents(model, None if checkpoint is None else Checkpoint.of(checkpoint))
+        return Contents(model, checkpoint)
 
 
 @contextlib.contextmanager

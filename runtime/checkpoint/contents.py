@@ -22,24 +22,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megacompile import compat
 from megacompile.errors import CheckpointError
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint import hugging_face
-from megacompile.runtime.checkpoint.files import Entry
+from megacompile.runtime.checkpoint.files import Entry, Reader, wait
 from megacompile.runtime.checkpoint.initialize import (
-    buffers_in,
     check_initializers,
     give_memory,
     initialize,
     refuse_stray,
 )
-from megacompile.runtime.checkpoint.match import Checkpoint, Computed, Matched, Stored, match
-from megacompile.runtime.checkpoint.read import Reader
+from megacompile.runtime.checkpoint.match import Checkpoint, Stored, match
 from megacompile.runtime.device.ranks import Ranks
-
-Undo = Callable[[], object]
-# (the dict that holds the buffer, its name there, the old buffer, the new one)
-_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]
 
 
 class Empty(Protocol):
@@ -72,17 +67,13 @@ class Contents:
         if on_meta(model):
             hugging_face.tie(model)
             refuse_stray(model)
-        found = match(model, checkpoint) if checkpoint is not None else Matched()
-        self.stored = {id(each.tensor): each for each in found.stored}
-        self.computed = {
-            id(tensor): each for each in found.computed for tensor in each.tensors.values()
-        }
-        self.read = self.stored.keys() | self.computed.keys()
+        found = [] if checkpoint is None else match(model, checkpoint)
+        self.sources = {id(t): source for source in found for t in source.tensors.values()}
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.unset = {
             id(tensor): name
             for name, tensor in tensors
-            if tensor.is_meta and id(tensor) not in self.read
+            if tensor.is_meta and id(tensor) not in self.sources
         }
         check_initializers(model, self.unset)
         params = {id(param) for param in model.parameters()}
@@ -107,20 +98,17 @@ class Contents:
                 f"({', '.join(drawn[:5])}), and cannot be drawn at random with mesh=...: every "
                 "rank would draw different values; needed a checkpoint that has them"
             )
-
-        def new(key: int) -> int:
-            return id(sharded[key]) if key in sharded else key
-
         self.ranks = ranks
         self.shared = {id(param) for param in sharded.values()}
-        self.stored = {
-            new(key): replace(each, tensor=sharded.get(key, each.tensor))
-            for key, each in self.stored.items()
+        for source in self._each_source():
+            source.tensors = {n: sharded.get(id(t), t) for n, t in source.tensors.items()}
+        self.sources = {
+            id(sharded[key]) if key in sharded else key: source
+            for key, source in self.sources.items()
         }
-        self.computed = {new(key): each for key, each in self.computed.items()}
-        for each in {id(each): each for each in self.computed.values()}.values():
-            each.tensors.update({n: sharded.get(id(t), t) for n, t in each.tensors.items()})
-        self.read = self.stored.keys() | self.computed.keys()
+
+    def _each_source(self) -> list[Stored]:
+        return list({id(source): source for source in self.sources.values()}.values())
 
     def _rows(self, key: int, entry: Entry) -> Entry:
         """The part of a checkpoint's tensor that this rank reads: consecutive rows."""
@@ -142,141 +130,116 @@ class Contents:
             CheckpointError: a file cannot be read. The model is unchanged.
             ModelError: a tensor was not initialised. The model is unchanged.
         """
-        undos: list[Undo] = []
-        try:
-            self._fill(buckets, progress, undos)
-        except BaseException:
-            for undo in reversed(undos):
-                undo()
-            raise
-
-    def _fill(self, buckets: Sequence[Empty], progress: bool | None, undos: list[Undo]) -> None:
-        params = {id(param): param for bucket in buckets for param in bucket.params}
-        values = {
-            id(param): value
-            for bucket in buckets
-            for param, value in zip(bucket.params, bucket.values, strict=True)
-        }
-        for key, param in params.items():
-            if param.is_meta or key in self.read:
-                undos.append(give_memory(param, values[key]))
-            else:  # keep its current values
-                undos.append(_copied(param, values[key]))
-        places = self._buffers(undos)
-        buffers = {id(old): new for _, _, old, new in places}
-        with contextlib.nullcontext() if self.draws else torch.random.fork_rng(devices=[]):
-            tensors = {**params, **buffers}
-            initialize(self.model, {name: tensors[key] for key, name in self.unset.items()})
-        for holder, name, old, new in places:  # initialisation may have replaced the buffer
-            if id(old) in self.read:
-                holder[name] = new
-        total = sum(each.entry.size_bytes for each in self.stored.values())
-        total += sum(
-            entry.size_bytes
-            for each in {id(each): each for each in self.computed.values()}.values()
-            for entry in each.entries.values()
-        )
-        with bar("reading the checkpoint", total, progress, unit="B") as step:
-            self._read(buckets, values, buffers, step)
+        with contextlib.ExitStack() as undos:
+            params = {id(param): param for bucket in buckets for param in bucket.params}
+            values = {
+                id(param): value
+                for bucket in buckets
+                for param, value in zip(bucket.params, bucket.values, strict=True)
+            }
+            for key, param in params.items():
+                if not param.is_meta and key not in self.sources:
+                    values[key].copy_(param.detach())  # it keeps its values
+                undos.callback(give_memory(param, values[key]))
+            places = self._buffers()
+            buffers = {id(old): torch.empty_like(old, device="cpu") for _, _, old in places}
+            for holder, name, old in places:
+                undos.callback(holder.__setitem__, name, old)
+                holder[name] = buffers[id(old)]
+            with contextlib.nullcontext() if self.draws else torch.random.fork_rng(devices=[]):
+                tensors = {**params, **buffers}
+                initialize(self.model, {name: tensors[key] for key, name in self.unset.items()})
+            for holder, name, old in places:  # initialisation may have replaced the buffer
+                if id(old) in self.sources:
+                    holder[name] = buffers[id(old)]
+            entries = [entry for each in self._each_source() for entry in each.entries.values()]
+            total = sum(entry.size_bytes for entry in entries)
+            with bar("reading the checkpoint", total, progress, unit="B") as step:
+                self._read(buckets, {**values, **buffers}, step)
+            undos.pop_all()
 
     def _read(
         self,
         buckets: Sequence[Empty],
-        values: dict[int, torch.Tensor],
-        buffers: dict[int, torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
         step: Callable[[int], object],
     ) -> None:
-        targets = {**values, **buffers}
-        begun: dict[int, list[Future[None]]] = {}
+        begun: dict[int, list[Future[None]]] = {}  # by id of the source
         with Reader(step) as reader:
 
             def begin(key: int) -> list[Future[None]]:
-                if key in self.stored:
-                    return reader.read(self._rows(key, self.stored[key].entry), targets[key])
-                if key not in self.computed:
+                source = self.sources.get(key)
+                if source is None:
                     return []
-                each = self.computed[key]
-                if id(each) not in begun:
-                    into = functools.partial(_put, each, targets, self._part)
-                    begun[id(each)] = reader.compute(each.entries, into)
-                return begun[id(each)]
+                if id(source) not in begun:
+                    if source.group is None:
+                        (entry, *_) = source.entries.values()
+                        begun[id(source)] = reader.read(self._rows(key, entry), targets[key])
+                    else:
+                        into = functools.partial(self._compute, source, targets)
+                        begun[id(source)] = [reader.compute(source.entries, into)]
+                return begun[id(source)]
 
-            reading = [[begin(id(param)) for param in bucket.params] for bucket in buckets]
-            more = [begin(key) for key in buffers]
-            for bucket, pieces in zip(buckets, reading, strict=True):
-                _wait(pieces)
+            for key in targets:  # in the buckets' order
+                begin(key)
+            for bucket in buckets:
+                for param in bucket.params:
+                    wait(begin(id(param)))
                 bucket.filled()
-            _wait(more)
-            for stored in self.stored.values():
-                again = [self._rows(id(stored.tensor), entry) for entry in stored.again]
-                _compare(reader, stored, again, targets[id(stored.tensor)])
+            for key in targets:
+                wait(begin(key))
+            for key, source in self.sources.items():
+                if source.group is None:
+                    self._compare(reader, key, source, targets[key])
 
-    def _part(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor's value."""
-        if self.ranks is None or id(tensor) not in self.shared:
-            return value
-        first, shape = self.ranks.rows(tuple(value.shape))
-        return value.narrow(0, first, shape[0])
+    def _compute(
+        self,
+        source: Stored,
+        targets: Mapping[int, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Compute tensors from the checkpoint's and copy them to their places."""
+        assert source.group is not None
+        converted = source.group.convert(tensors)
+        for name, tensor in source.tensors.items():
+            value = converted.get(name)
+            if value is None or value.shape != tensor.shape:
+                got = "nothing" if value is None else tuple(value.shape)
+                raise CheckpointError(
+                    f"megacompile(): transformers converts {len(tensors)} tensors of the "
+                    f"checkpoint ({next(iter(tensors))}, ...) to {got}; needed "
+                    f"{tuple(tensor.shape)} for {name}; build the model with the checkpoint's "
+                    "config"
+                )
+            if self.ranks is not None and id(tensor) in self.shared:
+                first, shape = self.ranks.rows(tuple(value.shape))
+                value = value.narrow(0, first, shape[0])
+            targets[id(tensor)].copy_(value)
 
-    def _buffers(self, undos: list[Undo]) -> list[_Place]:
-        """Replace buffers that are on meta or in the checkpoint by new ones on the host."""
-        copies: dict[int, torch.Tensor] = {}
-        places: list[_Place] = []
-        for _, holder, name in buffers_in(self.model):
-            old = holder[name]
-            if old is not None and (old.is_meta or id(old) in self.read):
-                new = copies.setdefault(id(old), torch.empty_like(old, device="cpu"))
-                places.append((holder, name, old, new))
-        for holder, name, old, new in places:
-            undos.append(functools.partial(holder.__setitem__, name, old))
-            holder[name] = new
-        return places
+    def _compare(self, reader: Reader, key: int, source: Stored, value: torch.Tensor) -> None:
+        """Raise if the checkpoint has different values for a tied tensor's names."""
+        first, *again = source.entries.values()
+        for entry in again:
+            other = torch.empty_like(value, device="cpu")
+            wait(reader.read(self._rows(key, entry), other))
+            if not torch.equal(other, value.cpu()):
+                raise CheckpointError(
+                    f"megacompile(): {first.name} and {entry.name} are one tensor in the model, "
+                    f"but two different ones in checkpoint {entry.path.parent}; build the model "
+                    "without tied weights (tie_word_embeddings=False)"
+                )
+
+    def _buffers(self) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+        """The buffers that are on meta or in the checkpoint: the dict that holds each, its name
+        there, and the buffer."""
+        return [
+            (holder, name, buffer)
+            for holder in map(compat.buffers_of, self.model.modules())
+            for name, buffer in holder.items()
+            if buffer is not None and (buffer.is_meta or id(buffer) in self.sources)
+        ]
 
 
 def on_meta(model: nn.Module) -> bool:
     """True if any parameter or buffer of a model is on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _copied(param: nn.Parameter, value: torch.Tensor) -> Undo:
-    value.copy_(param.detach())
-    return give_memory(param, value)
-
-
-def _wait(pieces: Sequence[Sequence[Future[None]]]) -> None:
-    for each in pieces:
-        for piece in each:
-            piece.result()
-
-
-def _put(
-    each: Computed,
-    targets: Mapping[int, torch.Tensor],
-    part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    sources: Mapping[str, torch.Tensor],
-) -> None:
-    """Compute tensors from the checkpoint's and copy them to their places."""
-    converted = each.group.convert(sources)
-    for name, tensor in each.tensors.items():
-        value, into = converted.get(name), targets[id(tensor)]
-        if value is None or value.shape != tensor.shape:
-            got = "nothing" if value is None else tuple(value.shape)
-            raise CheckpointError(
-                f"megacompile(): transformers converts {len(sources)} tensors of the checkpoint "
-                f"({next(iter(sources))}, ...) to {got}; needed {tuple(tensor.shape)} for "
-                f"{name}; build the model with the checkpoint's config"
-            )
-        into.copy_(part(tensor, value))
-
-
-def _compare(reader: Reader, stored: Stored, again: Sequence[Entry], value: torch.Tensor) -> None:
-    """Raise if the checkpoint has different values for a tied tensor's names."""
-    for entry in again:
-        other = torch.empty_like(value, device="cpu")
-        _wait([reader.read(entry, other)])
-        if not torch.equal(other, value.cpu()):
-            raise CheckpointError(
-                f"megacompile(): {stored.entry.name} and {entry.name} are one tensor in the model, "
-                f"but two different ones in checkpoint {entry.path.parent}; build the model "
-                "without tied weights (tie_word_embeddings=False)"
-            )

@@ -1,24 +1,26 @@
-"""Finds the tensors of a folder of safetensors: the file and the bytes of each.
+"""Finds the tensors of a folder of safetensors, and reads them.
 
     folder/model.safetensors                      one file
     folder/model.safetensors.index.json           names -> files, as Hugging Face writes it
     folder/anything.safetensors                   if it is the only file
 
-Reads only headers. The library `safetensors` opens every file and checks its header; truncated
-files are errors. Format: https://huggingface.co/docs/safetensors
+`entries_of` reads only headers. Files may be damaged or malicious: the library `safetensors` checks
+each header (types, numbers, byte ranges that cover the file) before it is parsed here. Format:
+https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,7 +31,25 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INCOMPLETE = ".incomplete"  # suffix of files that are still being written
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
-OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".distcp")
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # a zip file; a pickle before torch 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +76,40 @@ def entries_of(path: Path) -> dict[str, Entry]:
     """
     library()
     try:
-        return _entries_of(path)
+        if path.name.endswith(INDEX_SUFFIX):
+            return _of_index(path)
+        if os.path.isfile(path):  # False for an invalid name, for which Path raises
+            return _of_files([path])
+        if not os.path.isdir(path):
+            raise CheckpointError(
+                f"megacompile(): checkpoint {path} does not exist; needed a folder of safetensors "
+                "(download it first), or one .safetensors file"
+            )
+        if (path / WEIGHTS).exists():
+            return _of_files([path / WEIGHTS])
+        indices = sorted(path.glob("*" + INDEX_SUFFIX))
+        if len(indices) == 1:
+            return _of_index(indices[0])
+        files = sorted(path.glob("*" + SUFFIX))
+        parts = [
+            *path.glob("*" + INCOMPLETE),
+            *(file for file in files if SHARD.fullmatch(file.name)),
+        ]
+        if len(files) == 1 and not indices and not SHARD.fullmatch(files[0].name):
+            return _of_files(files)
+        names = [file.name for file in (indices or files or sorted(path.iterdir()))[:5]]
+        interrupted = "; the save or download was interrupted: repeat it" if parts else ""
+        raise CheckpointError(
+            f"megacompile(): folder {path} has no checkpoint, or several: got {', '.join(names)}; "
+            f"needed {WEIGHTS}, one *{INDEX_SUFFIX}, or one *{SUFFIX} (of "
+            "safetensors.torch.save_file, or save_pretrained of transformers); pass the path of "
+            f"one of several{interrupted}"
+        )
     except OSError as error:
         raise CheckpointError(
             f"megacompile(): checkpoint {path} cannot be read ({error}); "
             "check its permissions and the disk"
         ) from error
-
-
-def _entries_of(path: Path) -> dict[str, Entry]:
-    if path.name.endswith(INDEX_SUFFIX):
-        return _of_index(path)
-    if os.path.isfile(path):  # False for an invalid name, for which Path raises
-        return _of_files([path])
-    if not os.path.isdir(path):
-        raise CheckpointError(
-            f"megacompile(): checkpoint {path} does not exist; needed a folder of safetensors "
-            "(download it first), or one .safetensors file"
-        )
-    if (path / WEIGHTS).exists():
-        return _of_files([path / WEIGHTS])
-    indices = sorted(path.glob("*" + INDEX_SUFFIX))
-    if len(indices) == 1:
-        return _of_index(indices[0])
-    files = sorted(path.glob("*" + SUFFIX))
-    if len(files) != 1 or len(indices) > 1 or SHARD.fullmatch(files[0].name):
-        raise CheckpointError(_no_one_checkpoint(path, files, indices))
-    return _of_files(files)
 
 
 def library() -> Any:
@@ -101,40 +128,23 @@ def library() -> Any:
     return safetensors
 
 
-def _no_one_checkpoint(path: Path, files: list[Path], indices: list[Path]) -> str:
-    where = f"megacompile(): folder {path}"
-    if len(indices) > 1:
-        names = ", ".join(index.name for index in indices)
-        return f"{where} has several checkpoints: {names}; pass the path of one of them"
-    if any(path.glob("*" + INCOMPLETE)) or any(SHARD.fullmatch(file.name) for file in files):
-        return (
-            f"{where} has parts of a checkpoint and no index (*{INDEX_SUFFIX}), which is written "
-            "last; the save or download was interrupted; save or download it again"
-        )
-    if files:
-        names = ", ".join(file.name for file in files)
-        return f"{where} has no index and several files: {names}; pass the path of one of them"
-    others = sorted(file.name for file in path.iterdir() if file.suffix in OTHERS)
-    return (
-        f"{where} has no .safetensors file"
-        + (f" (it has {', '.join(others[:5])})" if others else "")
-        + "; needed safetensors: save it with safetensors.torch.save_file, or with "
-        "save_pretrained of transformers"
-    )
-
-
 def _of_index(index: Path) -> dict[str, Entry]:
-    names = read_index(index)
-    folder = index.parent
-    files = sorted(set(names.values()))
+    try:
+        names = dict(json.loads(index.read_bytes())["weight_map"].items())
+        files = sorted({str(Path(file)) for file in names.values()})
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"megacompile(): index {index} cannot be read ({type(error).__name__}: {error}); "
+            'needed JSON with "weight_map": {tensor: file}; save or download it again'
+        ) from error
     outside = [name for name in files if Path(name).name != name]
-    missing = [name for name in files if not os.path.isfile(folder / name)]
+    missing = [name for name in files if not os.path.isfile(index.parent / name)]
     if outside or missing:
         raise CheckpointError(
             f"megacompile(): index {index} names {len(files)} files, of which {len(missing)} are "
             f"not in its folder: {', '.join((outside or missing)[:5])}; download or save them again"
         )
-    entries = _of_files([folder / name for name in files])
+    entries = _of_files(index.parent / name for name in files)
     absent = [n for n, file in names.items() if n not in entries or entries[n].path.name != file]
     if absent:
         raise CheckpointError(
@@ -159,182 +169,170 @@ def _of_files(paths: Iterable[Path]) -> dict[str, Entry]:
 
 
 def _of_file(path: Path) -> list[Entry]:
-    header, begin = read_header(path)
-    try:  # the library detects all other errors in a header
-        with library().safe_open(str(path), framework="pt"):
-            pass
-    except Exception as error:
-        raise CheckpointError(
-            f"megacompile(): file {path} is not a safetensors file ({error}); "
-            "save or download it again"
-        ) from error
-    entries = []
-    for name, (said, shape, first, end) in header.items():
-        dtype = DTYPES.get(said)
-        if dtype is None:
-            raise CheckpointError(
-                f"megacompile(): tensor {name} of {path} has dtype {said}; needed one of "
-                f"{', '.join(DTYPES)}; convert it"
-            )
-        entries.append(Entry(name, path, dtype, shape, begin + first, end - first))
-    return entries
-
-
-# The JSON of a checkpoint: the header of a safetensors file, and the index of several files.
-#
-# Files may be damaged or malicious. So everything is validated before use: types, numbers, byte
-# ranges, duplicate names. Every violation is a `CheckpointError` that names the file.
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_MOST_BYTES = 100_000_000  # of a header: the limit of the library `safetensors`
-
-# A zip file, or a pickle before torch 1.6. As the length of a header, either is too large.
-_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-
-
-class Described(NamedTuple):
-    """A tensor's entry in a header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    first: int  # byte offset after the header
-    end: int
-
-
-def read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor in an index.
-
-    Raises:
-        CheckpointError: the index cannot be read.
-    """
-    try:
-        names = _table(_parsed(index.read_bytes())["weight_map"], "weight_map")
-        for name, file in names.items():
-            if not isinstance(file, str):
-                raise TypeError(f"the file of tensor {name!r} is {_short(file)}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"megacompile(): index {index} cannot be read ({type(error).__name__}: {error}); "
-            'needed JSON with "weight_map": {tensor: file}; save or download it again'
-        ) from error
-    return names
-
-
-def read_header(path: Path) -> tuple[dict[str, Described], int]:
-    """The tensors of a file by name, and the offset of their data in bytes.
+    """The tensors of one file.
 
     Raises:
         CheckpointError: not a complete safetensors file.
         OSError: the file cannot be read.
     """
-    got = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        _check_length(path, start, length, got)
-        text = file.read(length)
-    try:
-        header = {
-            name: _described(name, said)
-            for name, said in _table(_parsed(text), "the header").items()
-            if name != "__metadata__"
-        }
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"megacompile(): file {path} has a header that cannot be read ({error}); "
-            "needed a safetensors file; save or download it again"
-        ) from error
-    needed = 8 + length + max((each.end for each in header.values()), default=0)
-    if got < needed:
-        raise CheckpointError(
-            f"megacompile(): file {path} is truncated: got {got} bytes, needed {needed}; "
-            "save or download it again"
-        )
-    return header, 8 + length
+        try:
+            with library().safe_open(str(path), framework="pt"):
+                pass
+        except Exception as error:
+            if start.startswith(_OF_TORCH_SAVE):
+                raise CheckpointError(
+                    f"megacompile(): file {path} was written by torch.save(); needed safetensors; "
+                    "leave out checkpoint= and call model.load_state_dict(torch.load(...)) after "
+                    "megacompile()"
+                ) from error
+            raise CheckpointError(
+                f"megacompile(): file {path} is truncated or not a safetensors file ({error}); "
+                "save or download it again"
+            ) from error
+        (length,) = struct.unpack("<Q", start)
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    entries = []
+    for name, said in header.items():
+        dtype = DTYPES.get(said["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"megacompile(): tensor {name} of {path} has dtype {said['dtype']}; needed one of "
+                f"{', '.join(DTYPES)}; convert it"
+            )
+        first, end = said["data_offsets"]
+        shape = tuple(said["shape"])
+        entries.append(Entry(name, path, dtype, shape, 8 + length + first, end - first))
+    return entries
 
 
-def _check_length(path: Path, start: bytes, length: int, got: int) -> None:
-    """Raise if the first 8 bytes are not a possible header length for this file."""
-    if 2 <= length <= min(got - 8, _MOST_BYTES):
-        return
-    if start.startswith(_OF_TORCH_SAVE):
-        raise CheckpointError(
-            f"megacompile(): file {path} was written by torch.save(); needed safetensors; leave "
-            "out checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
-        )
-    raise CheckpointError(
-        f"megacompile(): file {path} is truncated or not a safetensors file: got {got} bytes, "
-        f"needed {8 + length} for its header alone; save or download it again"
-    )
+# Reads tensors into existing memory, on several threads.
+#
+# `preadv` copies from the page cache or the disk directly into the destination. The first access to
+# the memory takes longest (page faults), so threads share it: they read pieces of a bucket in
+# parallel, in the order of the buckets, while the caller page-locks the finished ones.
+
+PIECE_BYTES = 16 * 2**20
+STAGED_BYTES = 4 * 2**20  # staging memory of a conversion
+THREADS = 16  # maximum; more would contend for page faults in the same shared-memory file
 
 
-def _parsed(text: bytes) -> Any:
-    """Parse JSON; duplicate names are errors."""
+class Reader:
+    """Reads entries in the background, in the order of the calls.
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in table if names.count(name) > 1)
-            raise ValueError(f"it has {twice!r} twice")
-        return table
+    Use it as a context manager. On exit all reads have ended, so their memory may be freed.
 
-    return json.loads(text, object_pairs_hook=once)
+    Args:
+        done: called from any thread with the number of bytes read.
+    """
+
+    def __init__(self, done: Callable[[int], object]) -> None:
+        self._done = done
+        self._files: dict[Path, int] = {}
+        self._opening = threading.Lock()
+        self._computing = ThreadPoolExecutor(1, "megacompile-convert")
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._computing.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._computing.shutdown(wait=True)  # last, because it may wait for reads
+        for file in self._files.values():
+            os.close(file)
+
+    def read(self, entry: Entry, into: torch.Tensor) -> list[Future[None]]:
+        """Start reading a tensor.
+
+        Args:
+            entry: the tensor to read.
+            into: the destination: same shape, any device; another dtype converts values.
+        """
+        file = self._open(entry.path)
+        if into.dtype != entry.dtype or into.device.type != "cpu" or not into.is_contiguous():
+            return [self._pool.submit(self._convert, file, entry, into)]
+        memory = _bytes_of(into)
+        return [
+            self._pool.submit(self._fill, file, entry, begin, memory[begin : begin + PIECE_BYTES])
+            for begin in range(0, entry.size_bytes, PIECE_BYTES)
+        ]
+
+    def compute(
+        self, entries: Mapping[str, Entry], into: Callable[[Mapping[str, torch.Tensor]], None]
+    ) -> Future[None]:
+        """Start reading a group of entries and calling `into` with them, one group at a time."""
+
+        def work() -> None:
+            with torch.inference_mode(False), torch.no_grad():  # modes are per thread
+                staged = {
+                    name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                    for name, entry in entries.items()
+                }
+                for pieces in [self.read(entry, staged[n]) for n, entry in entries.items()]:
+                    wait(pieces)
+                into(staged)
+
+        return self._computing.submit(work)
+
+    def _open(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._files:
+                try:
+                    self._files[path] = os.open(path, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"megacompile(): file {path} cannot be opened ({error}); it existed when "
+                        "its header was read; load it again when it is complete"
+                    ) from error
+            return self._files[path]
+
+    def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if not into.is_contiguous():
+                whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                self._fill(file, entry, 0, _bytes_of(whole))
+                into.copy_(whole)
+                return
+            staging = torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu").view(entry.dtype)
+            flat = into.view(-1)
+            for begin in range(0, flat.numel(), staging.numel()):
+                piece = flat[begin : begin + staging.numel()]
+                staged = staging[: piece.numel()]
+                self._fill(file, entry, begin * staged.itemsize, _bytes_of(staged))
+                piece.copy_(staged)
+
+    def _fill(self, file: int, entry: Entry, begin: int, into: torch.Tensor) -> None:
+        """Fill `into` (uint8) with an entry's bytes from offset `begin`."""
+        size_bytes = into.numel()
+        memory: Any = into.numpy()
+        left = memoryview(memory)
+        at = entry.offset_bytes + begin
+        while left:
+            try:
+                got = os.preadv(file, [left], at)
+                if not got:  # the file was complete when its header was read
+                    raise OSError("it ends there: it was truncated meanwhile")
+            except OSError as error:
+                raise CheckpointError(
+                    f"megacompile(): file {entry.path} cannot be read at byte {at} ({error}); "
+                    f"needed {len(left)} more bytes of {entry.name}; check the disk, or load it "
+                    "again when it is complete"
+                ) from error
+            at += got
+            left = left[got:]
+        self._done(size_bytes)
 
 
-def _table(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{what} is {_short(value)}; needed names and values")
-    return value
+def wait(pieces: Iterable[Future[None]]) -> None:
+    """Wait for the pieces of a read; raises their first error."""
+    for piece in pieces:
+        piece.result()
 
 
-def _described(name: str, said: Any) -> Described:
-    """Validate one entry of a header."""
-    entry = _table(said, f"tensor {name!r}")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
-    if not isinstance(dtype, str):
-        raise TypeError(f"tensor {name!r} has dtype {_short(dtype)}; needed a name")
-    if not _are_sizes(shape):
-        raise TypeError(f"tensor {name!r} has shape {_short(shape)}; needed a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise TypeError(
-            f"tensor {name!r} has data_offsets {_short(offsets)}; needed its first byte and its end"
-        )
-    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != offsets[1] - offsets[0]:
-        raise ValueError(
-            f"tensor {name!r} of shape {_short(shape)} and dtype {dtype} has "
-            f"{offsets[1] - offsets[0]} bytes"
-        )
-    return Described(dtype, tuple(shape), *offsets)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-
-
-def _short(value: Any) -> str:
-    """A value's text for an error; the value may be huge, or nested too deeply to print."""
-    if isinstance(value, dict | list):
-        text = f"{type(value).__name__} of {len(value)}"
-        flat = not any(isinstance(each, dict | list) for each in value)
-        return repr(value) if flat and len(value) <= 8 else f"a {text}"
-    return repr(value)[:80]
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: (bytes,) uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)

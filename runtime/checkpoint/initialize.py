@@ -25,18 +25,11 @@ from megacompile.runtime.checkpoint import hugging_face
 _BYTE = 0xFF  # floating-point numbers of these bytes are NaN with a payload that no code computes
 _CHUNK = 2**24  # elements checked at a time
 _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
-_FIX = (
-    "give its module a reset_parameters() that writes all of it; or build it in memory "
-    "(with torch.device('cpu'):) before megacompile()"
-)
 
 
 def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
-    """Raise if a tensor cannot be initialised, before anything is allocated.
-
-    Args:
-        model: on meta.
-        unset: id -> name of the parameters and buffers to initialise.
+    """Check that these parameters and buffers (id -> name) can be initialised, before anything is
+    allocated.
 
     Raises:
         ModelError: lists the tensors.
@@ -51,11 +44,7 @@ def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
 
 
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
-    """Initialise tensors.
-
-    Args:
-        model: without tensors on meta.
-        unset: the parameters and buffers to initialise, by name. Others may change, too.
+    """Initialise parameters and buffers, by name, none of which is on meta. Others may change, too.
 
     Raises:
         ModelError: a tensor was not written completely.
@@ -63,11 +52,11 @@ def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
     if not unset:
         return
     for tensor in unset.values():
-        mark_unset(tensor)
+        _flat(tensor).view(torch.uint8).fill_(_BYTE)
     with torch.no_grad():
         _visit(model, {id(tensor) for tensor in unset.values()}, rooted=False)
         now = {name: _take_back(model, name, tensor) for name, tensor in unset.items()}
-    missing = [name for name, tensor in now.items() if tensor.is_meta or is_unset(tensor)]
+    missing = [name for name, tensor in now.items() if tensor.is_meta or _is_unset(tensor)]
     if missing:
         raise ModelError(_no_value(model, missing))
 
@@ -150,21 +139,13 @@ def _no_value(model: nn.Module, names: list[str]) -> str:
     return (
         f"megacompile(): {len(names)} tensors of {type(model).__name__} were on meta and get no "
         f"values: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; needed a checkpoint "
-        f"that has them (checkpoint=), or code that initialises them; {_FIX}"
+        "that has them (checkpoint=), or code that initialises them; give its module a "
+        "reset_parameters() that writes all of it; or build it in memory (with "
+        "torch.device('cpu'):) before megacompile()"
     )
 
 
-def buffers_in(model: nn.Module) -> list[tuple[str, dict[str, torch.Tensor | None], str]]:
-    """All buffers of a model: full name, the dict that holds the buffer, its name there."""
-    return [
-        (f"{path}.{name}" if path else name, compat.buffers_of(module), name)
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in compat.buffers_of(module).items()
-        if buffer is not None
-    ]
-
-
-# Memory for tensors on meta, and the byte pattern of uninitialised memory.
+# Memory for tensors on meta.
 #
 # Parameter objects stay the same, because an optimizer may have them already.
 
@@ -189,30 +170,17 @@ def give_memory(param: nn.Parameter, value: torch.Tensor) -> Callable[[], None]:
     return undo
 
 
-def mark_unset(tensor: torch.Tensor) -> None:
-    """Fill a tensor with the pattern that `is_unset` detects."""
-    if tensor.numel():
-        _flat(tensor).view(torch.uint8).fill_(_BYTE)
-
-
-def is_unset(tensor: torch.Tensor) -> bool:
-    """True if some element was not written since `mark_unset`.
-
-    For integers, True only if no element was written: -1 is a valid value.
-    """
+def _is_unset(tensor: torch.Tensor) -> bool:
+    """True if some element still has bytes of `_BYTE`; for integers, for which -1 is a valid value,
+    only if all have."""
     flat = _flat(tensor)
-    if not flat.numel():
-        return False
     if flat.dtype.is_complex:
         flat = torch.view_as_real(flat).flatten()
-    real = flat.dtype.is_floating_point
-    if real and flat.dtype.itemsize > 1 and not bool(flat.sum().isnan()):  # fast common case
-        return False
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.dtype.itemsize]
     marked = (chunk == -1 for chunk in flat.view(whole).split(_CHUNK))
-    if real or flat.dtype == torch.bool:
+    if flat.dtype.is_floating_point or flat.dtype == torch.bool:
         return any(bool(chunk.any()) for chunk in marked)
-    return all(bool(chunk.all()) for chunk in marked)
+    return flat.numel() > 0 and all(bool(chunk.all()) for chunk in marked)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from megacompile.errors import CheckpointError
-from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.files import Entry, entries_of
-from megacompile.runtime.checkpoint.hugging_face import Group, conversion
+from megacompile.runtime.checkpoint.hugging_face import Group, conversion, left_in
 
 _SHOWN = 5  # names of each kind
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint in safetensors, for `megacompile(model, checkpoint=...)`.
 
@@ -34,135 +33,59 @@ class Checkpoint:
             initialised at random, as without a checkpoint.
     """
 
-    path: Path
-    names: Callable[[str], str] | None
-    cast: bool
-    ignore: tuple[str, ...]
-    initialize: tuple[str, ...]
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        names: Callable[[str], str] | None = None,
-        cast: bool = False,
-        ignore: str | Iterable[str] = (),
-        initialize: str | Iterable[str] = (),
-    ) -> None:
-        for field, value in (
-            ("path", Path(path)),
-            ("names", names),
-            ("cast", cast),
-            ("ignore", (ignore,) if isinstance(ignore, str) else tuple(ignore)),
-            ("initialize", (initialize,) if isinstance(initialize, str) else tuple(initialize)),
-        ):
-            object.__setattr__(self, field, value)
-
-    @staticmethod
-    def of(given: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
-        """Convert the user's `checkpoint=`."""
-        return given if isinstance(given, Checkpoint) else Checkpoint(given)
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    names: Callable[[str], str] | None = None
+    cast: bool = False
+    ignore: str | Sequence[str] = ()
+    initialize: str | Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stored:
-    """A tensor of a model that a checkpoint has."""
+    """The part of a checkpoint that some tensors of a model are read from."""
 
-    tensor: torch.Tensor  # the model's parameter or buffer
-    entry: Entry
-    again: tuple[Entry, ...]  # its entries under other names, whose values must be equal
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """Tensors of a model that transformers computes from a checkpoint's tensors."""
-
-    group: Group
     tensors: dict[str, torch.Tensor]  # the model's, by name
     entries: dict[str, Entry]  # the checkpoint's, by name
+    group: Group | None = None
+    """Computes the tensors from the entries. None: one tensor, and each entry has its value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matched:
-    """The tensors of a model that a checkpoint has, in the model's order."""
-
-    stored: tuple[Stored, ...] = ()
-    computed: tuple[Computed, ...] = ()
-
-
-def match(model: nn.Module, checkpoint: Checkpoint) -> Matched:
-    """Match the tensors of a model with those of a checkpoint.
+def match(model: nn.Module, checkpoint: Checkpoint) -> list[Stored]:
+    """Match the tensors of a model with those of a checkpoint, in the model's order.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or it does not fit the model.
         MissingExtraError: `safetensors` is not installed.
     """
-    entries = entries_of(checkpoint.path)
+    entries = entries_of(Path(checkpoint.path))
     tensors = _named(model)
     rename = checkpoint.names or _unwrapped(model, tensors, entries)
-    names = {rename(name): name for names, _ in tensors for name in names}
-    if checkpoint.names is None and any(name not in names for name in entries):
-        loading = conversion(model, entries)  # transformers may know the other names
-        if loading is not None and (loading.groups or set(loading.renamed) & set(names.values())):
-            renamed = {name: entries[source] for name, source in loading.renamed.items()}
-            sources = {
-                source: entries[source] for each in loading.groups for source in each.sources
-            }
-            return _match(model, checkpoint, tensors, renamed, str, loading.groups, sources)
-    return _match(model, checkpoint, tensors, entries, rename, (), {})
-
-
-def _match(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    tensors: Sequence[tuple[list[str], torch.Tensor]],
-    entries: Mapping[str, Entry],
-    rename: Callable[[str], str],
-    groups: Sequence[Group],
-    sources: Mapping[str, Entry],
-) -> Matched:
-    """Match tensors by name.
-
-    Args:
-        model: for its ignore patterns and its name in errors.
-        checkpoint: the user's options.
-        tensors: the model's tensors, each with all of its names.
-        entries: the checkpoint's tensors, by `rename(the model's name)`.
-        rename: maps a name of the model to a key of `entries`.
-        groups: tensors that transformers computes.
-        sources: the checkpoint's tensors that the groups need, by name.
-    """
-    faults = _Faults(checkpoint, type(model).__name__)
-    stored: list[Stored] = []
-    used: set[str] = set()
-    absent = []
-    of_group = {target: group for group in groups for target in group.targets}
-    computed: dict[int, Computed] = {}
+    theirs = {name: rename(name) for names, _ in tensors for name in names}
+    groups: dict[str, Group] = {}
+    if checkpoint.names is None and not entries.keys() <= set(theirs.values()):
+        renamed, converted = conversion(model, entries)  # transformers may know the other names
+        if converted or not theirs.keys().isdisjoint(renamed):
+            theirs = renamed
+            groups = {target: group for group in converted for target in group.targets}
+    sources: dict[int, Stored] = {}
+    missing = []
     for names, tensor in tensors:
-        present = [rename(name) for name in names if rename(name) in entries]
-        used.update(present)
-        by = next((of_group[name] for name in names if name in of_group), None)
+        present = {n: entries[n] for n in map(theirs.get, names) if n is not None and n in entries}
+        group = next((groups[name] for name in names if name in groups), None)
         if present:
-            faults.compare(names[0], tensor, [entries[name] for name in present])
-            first, *again = (entries[name] for name in present)
-            stored.append(Stored(tensor, first, tuple(again)))
-        elif by is not None:
-            of_it = {name: sources[name] for name in by.sources}
-            faults.compare_dtypes(names[0], tensor, of_it.values())
-            merged = computed.setdefault(id(by), Computed(by, {}, of_it))
-            merged.tensors.update({name: tensor for name in names if name in by.targets})
+            sources[id(tensor)] = Stored({names[0]: tensor}, present)
+        elif group is not None:
+            of_group = {name: entries[name] for name in group.sources}
+            source = sources.setdefault(id(group), Stored({}, of_group, group))
+            source.tensors.update({name: tensor for name in names if name in group.targets})
         elif not _any_matches(names, checkpoint.initialize):
-            absent.append(rename(names[0]))
-    ignored = hugging_face.left_out(model, absent, "_keys_to_ignore_on_load_missing")
-    faults.missing = [name for name in absent if name not in ignored]
-    unexpected = [entry.name for name, entry in entries.items() if name not in used]
-    unexpected += [n for g in groups if id(g) not in computed for n in g.sources]
-    ignored = hugging_face.left_out(model, unexpected, "_keys_to_ignore_on_load_unexpected")
-    faults.unexpected = [
-        n for n in unexpected if n not in ignored and not _any_matches([n], checkpoint.ignore)
-    ]
-    faults.check()
-    return Matched(tuple(stored), tuple(computed.values()))
+            missing.append(theirs.get(names[0], names[0]))
+    found = list(sources.values())
+    used = {name for source in found for name in source.entries}
+    unexpected = [n for n in entries if n not in used and not _any_matches([n], checkpoint.ignore)]
+    _compare(model, checkpoint, found, missing, unexpected)
+    return found
 
 
 def _named(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
@@ -202,58 +125,51 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
             return
 
 
-def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    patterns = list(patterns)
+def _any_matches(names: Iterable[str], patterns: str | Sequence[str]) -> bool:
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-class _Faults:
-    """Collects mismatches, and raises one error for all of them."""
-
-    def __init__(self, checkpoint: Checkpoint, model: str) -> None:
-        self.checkpoint = checkpoint
-        self.model = model
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self._shapes: list[str] = []
-        self._dtypes: list[str] = []
-
-    def compare(self, name: str, tensor: torch.Tensor, entries: Sequence[Entry]) -> None:
-        """Record mismatched shapes and dtypes."""
-        for entry in entries:
-            if entry.shape != tuple(tensor.shape):
-                self._shapes.append(f"{name} got {entry.shape}, needed {tuple(tensor.shape)}")
-        self.compare_dtypes(name, tensor, entries)
-
-    def compare_dtypes(self, name: str, tensor: torch.Tensor, entries: Iterable[Entry]) -> None:
-        """Record dtypes whose conversion loses precision."""
-        dtypes = dict.fromkeys(entry.dtype for entry in entries)
-        for dtype in dtypes if not self.checkpoint.cast else ():
-            if not _keeps(dtype, tensor.dtype):
-                self._dtypes.append(f"{name} got {dtype}, needed {tensor.dtype}")
-
-    def check(self) -> None:
-        """Raise if there are mismatches."""
-        kinds = (
-            ("missing", self.missing, "initialize=(pattern, ...) of megacompile.Checkpoint "
-             "initialises them at random; names=... translates names"),
-            ("unexpected", self.unexpected, "ignore=(pattern, ...) of megacompile.Checkpoint "
-             "leaves them out; or build the model that has them"),
-            ("shapes", self._shapes, "build the model with the checkpoint's config"),
-            ("dtypes", self._dtypes, "model.to(dtype) before megacompile() costs nothing on meta; "
-             "cast=True of megacompile.Checkpoint rounds"),
-        )  # fmt: skip
-        lines = [
-            f"  {what} ({len(names)}): {'; '.join(names[:_SHOWN])}"
-            f"{'; ...' if len(names) > _SHOWN else ''}\n    {fix}"
-            for what, names, fix in kinds
-            if names
-        ]
-        if lines:
-            raise CheckpointError(
-                f"megacompile(): checkpoint {self.checkpoint.path} does not fit {self.model}\n"
-                + "\n".join(lines)
-            )
+def _compare(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    found: Iterable[Stored],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+) -> None:
+    """Raise if names are missing or unexpected, a shape differs, or a conversion would round."""
+    shapes: dict[str, None] = {}
+    dtypes: dict[str, None] = {}
+    for source in found:
+        for name, tensor in source.tensors.items():
+            for entry in source.entries.values():
+                needed = tuple(tensor.shape)
+                if source.group is None and entry.shape != needed:
+                    shapes[f"{name} got {entry.shape}, needed {needed}"] = None
+                if not checkpoint.cast and not _keeps(entry.dtype, tensor.dtype):
+                    dtypes[f"{name} got {entry.dtype}, needed {tensor.dtype}"] = None
+    kinds = (
+        ("missing", left_in(model, missing, "_keys_to_ignore_on_load_missing"),
+         "initialize=(pattern, ...) of megacompile.Checkpoint initialises them at random; "
+         "names=... translates names"),
+        ("unexpected", left_in(model, unexpected, "_keys_to_ignore_on_load_unexpected"),
+         "ignore=(pattern, ...) of megacompile.Checkpoint leaves them out; or build the model that "
+         "has them"),
+        ("shapes", list(shapes), "build the model with the checkpoint's config"),
+        ("dtypes", list(dtypes), "model.to(dtype) before megacompile() costs nothing on meta; "
+         "cast=True of megacompile.Checkpoint rounds"),
+    )  # fmt: skip
+    lines = [
+        f"  {what} ({len(names)}): {'; '.join(names[:_SHOWN])}"
+        f"{'; ...' if len(names) > _SHOWN else ''}\n    {fix}"
+        for what, names, fix in kinds
+        if names
+    ]
+    if lines:
+        raise CheckpointError(
+            f"megacompile(): checkpoint {checkpoint.path} does not fit {type(model).__name__}\n"
+            + "\n".join(lines)
+        )
 
 
 def _keeps(source: torch.dtype, target: torch.dtype) -> bool:

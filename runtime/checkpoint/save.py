@@ -14,17 +14,14 @@ contiguous.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -33,22 +30,16 @@ from megacompile import compat
 from megacompile.errors import CheckpointError, OptionError
 from megacompile.option_values import parse_bytes
 from megacompile.runtime.checkpoint import hugging_face
-from megacompile.runtime.checkpoint.files import INCOMPLETE, SHARD, WEIGHTS, library
-from megacompile.runtime.checkpoint.hugging_face import Saved
+from megacompile.runtime.checkpoint.files import DTYPES, INCOMPLETE, SHARD, WEIGHTS, library
 from megacompile.runtime.device.ranks import ranks_of
 from megacompile.text import format_bytes
 
 _INDEX = f"{WEIGHTS}.index.json"
 _CONFIGS = f"configs{INCOMPLETE}"  # a folder
 _HEADER_BYTES = 2**20  # of all files together, estimated
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """One file of a checkpoint."""
-
-    name: str
-    tensors: tuple[str, ...]  # names
+Shards = Mapping[str, list[str]]  # the name of each file, and its tensors
 
 
 def save(
@@ -85,8 +76,8 @@ def save(
         megacompile.save(model, "checkpoint")
         model = megacompile(model_on_meta, checkpoint="checkpoint")
     """
-    savers = Savers(model)
     path = Path(folder)
+    savers = Savers(model, path)
     with savers.together():
         library()
         limit = parse_bytes("max_shard_size", max_shard_size, 0)
@@ -96,15 +87,17 @@ def save(
             )
         tensors = _tensors(model, savers)
         shards = _shards(tensors.looks, limit)
+    with savers.writing():
         if savers.writes:
-            with _told(path):
-                path.mkdir(parents=True, exist_ok=True)
-                _clear(path)
-                _check_room(path, sum(map(_size, tensors.looks.values())) + _HEADER_BYTES)
+            path.mkdir(parents=True, exist_ok=True)
+            _clear(path)
+            free, needed = shutil.disk_usage(path).free, _total_bytes(tensors.looks) + _HEADER_BYTES
+            if free < needed:
+                raise OSError(f"{format_bytes(needed)} needed, {format_bytes(free)} free")
     try:
-        for shard in shards:
-            _write(path, shard, tensors, savers)
-        with savers.together(), _told(path):
+        for file, names in shards.items():
+            _write(path, file, names, tensors, savers)
+        with savers.writing():
             if savers.writes:
                 _write_index(path, shards, tensors)
                 _write_configs(model, path / _CONFIGS)
@@ -120,18 +113,6 @@ def _clear(path: Path) -> None:
     shutil.rmtree(path / _CONFIGS, ignore_errors=True)
     for left in path.glob("*" + INCOMPLETE):
         left.unlink()
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Convert errors in the folder to `CheckpointError`."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"save(): folder {path} cannot be written ({error}); no new checkpoint was saved; free "
-            "space on the disk, or save elsewhere"
-        ) from error
 
 
 def _tensors(model: nn.Module, savers: Savers) -> Saved:
@@ -154,85 +135,111 @@ def _tensors(model: nn.Module, savers: Savers) -> Saved:
         if id(value) not in seen:
             seen.add(id(value))
             tensors[name] = value.detach()  # waits for updates in flight
-    for name in hugging_face.left_out(model, tensors, "_keys_to_ignore_on_save"):
-        del tensors[name]
-    return Saved(model, tensors, savers.whole)
+    names = hugging_face.left_in(model, tensors, "_keys_to_ignore_on_save")
+    return Saved(model, {name: tensors[name] for name in names}, savers)
 
 
-def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[_Shard]:
+def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Shards:
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
-        size += _size(tensor)
+        size += tensor.nbytes
         if size > limit_bytes and groups[-1]:
             groups.append([])
-            size = _size(tensor)
+            size = tensor.nbytes
         groups[-1].append(name)
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
     stem = Path(WEIGHTS).stem
-    several = len(groups) > 1
-    return [
-        _Shard(
-            f"{stem}-{k:05}-of-{len(groups):05}.safetensors" if several else WEIGHTS, tuple(group)
-        )
-        for k, group in enumerate(groups, 1)
-    ]
+    return {
+        f"{stem}-{k:05}-of-{len(groups):05}.safetensors": group for k, group in enumerate(groups, 1)
+    }
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
+def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _check_room(path: Path, needed: int) -> None:
-    free = shutil.disk_usage(path).free
-    if free < needed:
-        raise OSError(
-            f"the disk has {format_bytes(free)} free, and {format_bytes(needed)} are needed"
-        )
+def _write(path: Path, name: str, tensors: list[str], saved: Saved, savers: Savers) -> None:
+    """Write one file under a name that readers ignore, and sync it to the disk.
 
-
-def _write(path: Path, shard: _Shard, tensors: Saved, savers: Savers) -> None:
-    """Write one file under a name that readers ignore, and sync it to the disk."""
-    file: SafetensorsFile | None = None
-    target = path / (shard.name + INCOMPLETE)
+    The library needs all tensors of a file at once, but ranks that share a model gather only one at
+    a time. Format: https://huggingface.co/docs/safetensors
+    """
+    file: BinaryIO | None = None
+    starts: dict[str, int] = {}
     with ExitStack() as stack:
-        with savers.together(), _told(path):
+        with savers.writing():
             if savers.writes:
-                writer = SafetensorsFile(target, {n: tensors.looks[n] for n in shard.tensors})
-                file = stack.enter_context(writer)
-        for name in shard.tensors:
-            _write_one(file, name, tensors, path, savers)
-    with savers.together(), _told(path):
-        if file is not None:
-            _sync(target)
+                header, starts = _header({name: saved.looks[name] for name in tensors})
+                file = stack.enter_context((path / (name + INCOMPLETE)).open("wb", buffering=0))
+                _put(file, 0, header)
+        for tensor in tensors:
+            _write_one(file, starts, tensor, saved, savers)
+        with savers.writing():
+            if file is not None:
+                os.fsync(file.fileno())
 
 
 def _write_one(
-    file: SafetensorsFile | None, name: str, tensors: Saved, path: Path, savers: Savers
+    file: BinaryIO | None, starts: Mapping[str, int], name: str, saved: Saved, savers: Savers
 ) -> None:
     """Write one tensor. This is a function so that it frees the tensor's memory at its end."""
-    tensor = tensors.get(name)
-    with savers.together(), _told(path):
-        if file is not None:
-            file.write(name, tensor)
+    tensor = saved.get(name)
+    with savers.writing():
+        if file is not None and tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            _put(file, starts[name], flat.view(torch.uint8).numpy())
 
 
-def _write_index(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
+def _header(looks: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with these tensors, and the offset of each in the file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    # larger dtypes first, so all tensors are aligned
+    for name in sorted(looks, key=lambda n: (-looks[n].itemsize, n)):
+        look = looks[name]
+        starts[name], end = end, end + look.nbytes
+        header[name] = {
+            "dtype": _NAMES[look.dtype],
+            "shape": list(look.shape),
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {n: begin + at for n, at in starts.items()}
+
+
+def _put(file: BinaryIO, at: int, data: Any) -> None:
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file.fileno(), left, at)
+        at += written
+        left = left[written:]
+
+
+def _write_index(path: Path, shards: Shards, tensors: Saved) -> None:
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": sum(map(_size, tensors.looks.values()))},
-            "weight_map": {name: shard.name for shard in shards for name in shard.tensors},
+            "metadata": {"total_size": _total_bytes(tensors.looks)},
+            "weight_map": {name: file for file, names in shards.items() for name in names},
         }
-        file = path / (_INDEX + INCOMPLETE)
-        file.write_text(json.dumps(index, indent=2) + "\n")
-        _sync(file)
+        draft = path / (_INDEX + INCOMPLETE)
+        draft.write_text(json.dumps(index, indent=2) + "\n")
+        _sync(draft)
     _sync(path)
 
 
-def _publish(path: Path, shards: Sequence[_Shard]) -> None:
+def _publish(path: Path, shards: Shards) -> None:
     """Remove the old checkpoint, then publish the new one."""
     last = _INDEX if len(shards) > 1 else WEIGHTS
     configs = sorted((path / _CONFIGS).iterdir())
-    stays = len(shards) == 1 and all(_is_same(new, path / new.name) for new in configs)
+    stays = len(shards) == 1 and all(
+        (path / new.name).is_file() and (path / new.name).read_bytes() == new.read_bytes()
+        for new in configs
+    )
     for old in (_INDEX, WEIGHTS):
         if old != last or not stays:
             (path / old).unlink(missing_ok=True)
@@ -240,20 +247,15 @@ def _publish(path: Path, shards: Sequence[_Shard]) -> None:
     for new in configs:
         os.replace(new, path / new.name)
     (path / _CONFIGS).rmdir()
-    for shard in shards:
-        if shard.name != last:
-            os.replace(path / (shard.name + INCOMPLETE), path / shard.name)
+    for file in shards:
+        if file != last:
+            os.replace(path / (file + INCOMPLETE), path / file)
     _sync(path)  # every file before the index
     os.replace(path / (last + INCOMPLETE), path / last)
     _sync(path)
-    names = {shard.name for shard in shards}
     for stale in path.glob(f"{Path(WEIGHTS).stem}-*.safetensors"):  # of an older save
-        if SHARD.fullmatch(stale.name) and stale.name not in names:
+        if SHARD.fullmatch(stale.name) and stale.name not in shards:
             stale.unlink(missing_ok=True)
-
-
-def _is_same(new: Path, old: Path) -> bool:
-    return old.is_file() and old.read_bytes() == new.read_bytes()
 
 
 def _sync(path: Path) -> None:
@@ -280,108 +282,35 @@ def _write_configs(model: Any, folder: Path) -> None:
     _sync(folder)
 
 
-# Writes a safetensors file tensor by tensor.
-#
-# The library needs all tensors of a file at once, but ranks that share a model gather only one at a
-# time. Format: https://huggingface.co/docs/safetensors
+class Savers:
+    """The processes that save a model: one, or the ranks that share it; each rank creates one.
 
-_ALIGNED = 8  # bytes; alignment of the first tensor
-
-
-class SafetensorsFile:
-    """A context manager that writes one file: `with SafetensorsFile(path, looks) as file`.
-
-    Args:
-        path: of the file.
-        looks: tensors with the names, shapes and dtypes of the file's; values are not read.
+    All ranks gather the tensors one by one. The first rank writes them and reports its errors to
+    all, so that no rank waits for it.
     """
 
-    def __init__(self, path: Path, looks: Mapping[str, torch.Tensor]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._starts: dict[str, int] = {}
-        end = 0
-        # larger dtypes first, so all tensors are aligned
-        for name in sorted(looks, key=lambda n: (-looks[n].itemsize, n)):
-            look = looks[name]
-            start, end = end, end + look.numel() * look.itemsize
-            header[name] = {**_said(look), "data_offsets": [start, end]}
-            self._starts[name] = start
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNED)
-        self._begin = 8 + len(text)
-        self._file = path.open("wb", buffering=0)  # unbuffered: closing writes nothing
-        try:
-            self._put(struct.pack("<Q", len(text)) + text)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor."""
-        self._file.seek(self._begin + self._starts.pop(name))
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            self._put(flat.view(torch.uint8).numpy())
-
-    def _put(self, data: Any) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        assert kind is not None or not self._starts, f"{len(self._starts)} tensors are missing"
-
-
-def _said(look: torch.Tensor) -> dict[str, Any]:
-    """A tensor's dtype and shape in the header."""
-    dtype, numbers = _library_dtype(look.dtype)
-    shape = list(look.shape)
-    if shape:
-        shape[-1] *= numbers
-    return {"dtype": dtype, "shape": shape}
-
-
-@functools.cache
-def _library_dtype(dtype: torch.dtype) -> tuple[str, int]:
-    """The library's name of a dtype, and the numbers per element: a byte may hold several."""
-    from safetensors.torch import save
-
-    one = save({"x": torch.empty(1, dtype=dtype)})
-    header = json.loads(one[8 : 8 + struct.unpack("<Q", one[:8])[0]])["x"]
-    return header["dtype"], header["shape"][0]
-
-
-# The processes that save a model: one, or the ranks that share it.
-#
-# All ranks gather the tensors one by one. The first rank writes them and reports its errors to all,
-# so that no rank waits for it.
-
-
-class Savers:
-    """The ranks that save a model; each rank creates one."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, path: Path) -> None:
         sharded = next(filter(compat.is_sharded, model.parameters()), None)
         self._ranks = None if sharded is None else ranks_of(sharded)
         self._what = f"save() of {type(model).__name__}"
-
-    @property
-    def writes(self) -> bool:
-        """True if this process writes."""
-        return self._ranks is None or self._ranks.is_first
+        self._path = path
+        self.writes = self._ranks is None or self._ranks.is_first  # True if this process writes
 
     def together(self) -> AbstractContextManager[None]:
         """A context; an error in one rank raises in all of them."""
         return nullcontext() if self._ranks is None else self._ranks.together(self._what)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """`together`, for work in the folder, whose errors become `CheckpointError`."""
+        with self.together():
+            try:
+                yield
+            except Exception as error:
+                raise CheckpointError(
+                    f"save(): folder {self._path} cannot be written ({error}); no new checkpoint "
+                    "was saved; free space on the disk, or save elsewhere"
+                ) from error
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a sharded tensor, which is a collective; returns any other tensor unchanged."""
@@ -389,3 +318,66 @@ class Savers:
             return tensor
         assert self._ranks is not None, "a sharded tensor in a model without ranks"
         return self._ranks.all_of(tensor)
+
+
+class Saved:
+    """A model's tensors in the form of its checkpoints, computed on demand.
+
+    Converted tensors (such as experts that the model merges) are computed from one tensor of the
+    model at a time if possible, otherwise from all of them at once.
+
+    Raises:
+        CheckpointError: the parameters are sharded, and all would have to be gathered at once.
+    """
+
+    def __init__(
+        self, model: nn.Module, tensors: Mapping[str, torch.Tensor], savers: Savers
+    ) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._whole = savers.whole
+        self._source: dict[str, str] = {}  # a converted tensor's name -> the model's
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self.looks = dict(tensors)  # the checkpoint's tensors; on meta if they are computed
+        if not hugging_face.is_pretrained(model):
+            return
+        metas = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for name, t in tensors.items()
+        }
+        at_once = hugging_face.reverted(model, metas)
+        if all(made is metas.get(name) for name, made in at_once.items()):
+            return
+        self.looks = {}
+        for name, meta in metas.items():
+            if at_once.get(name) is meta:
+                self.looks[name] = tensors[name]
+            else:
+                made = hugging_face.reverted(model, {name: meta})
+                self.looks |= made
+                self._source |= dict.fromkeys(made, name)
+        if _described(self.looks) != _described(at_once):  # some are computed from several
+            if any(map(compat.is_sharded, tensors.values())):
+                raise CheckpointError(
+                    f"save(): checkpoints of {type(model).__name__} have tensors that are computed "
+                    "from several parameters, and ranks that share it (mesh=) gather one at a "
+                    "time; save with torch.distributed.checkpoint"
+                )
+            self._source, self.looks = {}, hugging_face.reverted(model, dict(tensors))
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor of the checkpoint. `looks` lists those from one tensor of the model
+        consecutively, so they are computed once."""
+        source = self._source.get(name)
+        if self._last[0] != source:
+            self._last = ("", {})  # free its memory before the next conversion
+        if source is None:
+            return self._whole(self.looks[name])
+        if not self._last[0]:
+            gathered = {source: self._whole(self._tensors[source])}
+            self._last = (source, hugging_face.reverted(self._model, gathered))
+        return self._last[1][name]
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> object:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

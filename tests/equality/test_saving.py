@@ -346,7 +346,6 @@ INDICES: dict[str, bytes] = {
     "deep": DEEP.encode(),
     "none": b"",
     "not utf-8": b'{"weight_map": {"\xff": "model.safetensors"}}',
-    "twice": b'{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}',
     "dots": b'{"weight_map": {"a": ".."}}',
     "no name": b'{"weight_map": {"a": ""}}',
     "a zero byte": b'{"weight_map": {"a": "a\\u0000b"}}',

@@ -95,16 +95,6 @@ def loaded(
     return call
 
 
-def rewritten(data: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """A checkpoint whose file is damaged."""
-
-    def change(plain: Any, folder: Path) -> None:
-        file = folder / "model.safetensors"
-        file.write_bytes(data(file.read_bytes()))
-
-    return loaded(change)
-
-
 def scaled(model: Any, made: Any) -> None:
     loss: Any = torch.amp.GradScaler("cpu").scale(model(torch.ones(2, 8)).sum())
     loss.backward()
@@ -280,13 +270,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "layers.0.norm.running_var got torch.float32, needed torch.bfloat16; ...\n"
      "    model.to(dtype) before megacompile() costs nothing on meta; cast=True of "
      "megacompile.Checkpoint rounds"),
-    "truncated": (rewritten(lambda data: data[:-1]), CheckpointError,
-     "megacompile(): file FOLDER/checkpoint/model.safetensors is truncated: got 6735 bytes, "
-     "needed 6736; save or download it again"),
-    "no header": (rewritten(lambda data: (16).to_bytes(8, "little") + b"{" * 100), CheckpointError,
-     "megacompile(): file FOLDER/checkpoint/model.safetensors has a header that cannot be read "
-     "(Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); needed a "
-     "safetensors file; save or download it again"),
     "torch.save": (
      loaded(lambda plain, folder: torch.save({}, folder / "model.safetensors")), CheckpointError,
      "megacompile(): file FOLDER/checkpoint/model.safetensors was written by torch.save(); needed "
@@ -295,9 +278,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other format": (
      loaded(lambda plain, folder: (folder / "model.safetensors").rename(folder / "a.bin")),
      CheckpointError,
-     "megacompile(): folder FOLDER/checkpoint has no .safetensors file (it has a.bin); needed "
-     "safetensors: save it with safetensors.torch.save_file, or with save_pretrained of "
-     "transformers"),
+     "megacompile(): folder FOLDER/checkpoint has no checkpoint, or several: got a.bin; needed "
+     "model.safetensors, one *.safetensors.index.json, or one *.safetensors (of "
+     "safetensors.torch.save_file, or save_pretrained of transformers); pass the path of one of "
+     "several"),
     "loaded twice": (loads_twice, OptionError,
      "megacompile(): Net is megacompiled already, and has values; pass checkpoint= in the first "
      "call, or use model.load_state_dict()"),
