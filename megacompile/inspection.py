@@ -65,7 +65,7 @@ def updates(model: nn.Module) -> dict[str, str]:
     """Return the backend that updated each unit in the last `optimizer.step()`, by module path, in
     model order.
 
-    Examples: "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
+    Examples: "compiled to C++", "torch.optim", "torch.optim on the device",
     "torch" (also until the C++ is compiled), "in the backward". Empty before the first step, and
     for an optimizer that runs unchanged.
 

@@ -180,7 +180,7 @@ def wait_for_code(model: nn.Module) -> None:
 
 def wait_for_updates(model: nn.Module) -> None:
     """Until the thread that makes the host's updates refers to none of them."""
-    machine(model).host_updates.workers._host.call(lambda: None)
+    machine(model).host_updates._host.call(lambda: None)
 
 
 def step_down(model: nn.Module) -> str:
@@ -189,8 +189,9 @@ def step_down(model: nn.Module) -> str:
 
 
 def update_by(model: nn.Module, workers: Any) -> None:
-    """Let somebody else make the host's updates: `workers` is asked as `Workers` are."""
-    machine(model).host_updates.workers = workers
+    """Let somebody else make the host's updates: `workers` gets the jobs of `Workers`."""
+    ours: Any = machine(model).host_updates
+    ours.submit, ours.help = workers.submit, workers.help
 
 
 def want(model: nn.Module, *names: str, on_disk: Collection[str] = ()) -> None:

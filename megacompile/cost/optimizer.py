@@ -29,7 +29,7 @@ _EIGHT_BITS_S = 2.5
 _STOCHASTIC_S = 0.8
 
 
-# Updates in chunks (`megacompile.runtime.updates.chunks`).
+# Updates in chunks (`megacompile.runtime.updates.workers`).
 CHUNKS = 3  # in flight: one is fetched, one updated, one copied back
 CHUNK_BYTES = 96 * 2**20  # about two milliseconds on the link
 LEAST_HELPED = 2**20  # parameters of a bucket; smaller ones are not worth the copies

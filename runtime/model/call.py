@@ -349,10 +349,9 @@ class Call:
             BackwardError: a user wants a gradient that would never leave the device, or adds to
                 it.
         """
-        updates = self.machine.in_backward
-        if updates is None:
+        if self.machine.in_backward is None:
             return False
-        if updates.accumulating:
+        if self.machine.micro_steps.more:  # then this one updates nothing
             self.program.plans.say_accumulates()
             return False
         run = self.machine.current_run()

@@ -364,8 +364,7 @@ class ModelBuckets:
         ddp = compat.ddp_around()
         if ddp is not None:
             self.plans.say_stays(self.data_parallel.around(ddp))
-        updates = self.machine.in_backward
-        if updates is not None and updates.accumulating:
+        if self.machine.in_backward is not None and self.machine.micro_steps.more:
             self.plans.say_accumulates()
         if self._finds_gradients():
             self.plans.find_gradients()

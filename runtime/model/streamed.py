@@ -95,7 +95,6 @@ class StreamedModel:
             self.machine.in_backward = InBackward(
                 options.optimizer,
                 self.updates.parts.in_backward,
-                self.machine.micro_steps,
                 self.machine.staging,
             )
             hooks.attach(options.optimizer)

@@ -57,15 +57,15 @@ class DiskOps(OpGroup):
     def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         host = self.machine.buckets[bucket.key]
         what = f"{bucket.label}READ_WEIGHTS of {host.layout.name!r}"
-        return self._lent(self._staging.read(host, list(handles(after)), what), after)
+        return self._lent(self._staging.read(host, None, handles(after), what), after)
 
     def read_trained(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.READ)
-        host, waits = part.bucket, list(handles(after))
+        host, waits = part.bucket, handles(after)
         what = f"{bucket.label}READ_TRAINED of {host.layout.name!r}"
-        return self._lent(self._staging.read_trained(host, part.indices, waits, what), after)
+        return self._lent(self._staging.read(host, part.indices, waits, what), after)
 
     def _lent(self, lease: BucketLease | None, after: tuple[Any, ...]) -> Handle:
         if lease is None:  # it is in memory: its consumer waits for this op, not for the write

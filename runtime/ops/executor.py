@@ -37,7 +37,7 @@ from megacompile.runtime.ops.streaming import StreamingOps
 from megacompile.runtime.ops.updates import UpdateOps
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.undo import Undos, hold, undone
-from megacompile.runtime.updates.device_buffers import Deferred
+from megacompile.runtime.updates.on_device import Deferred
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
 

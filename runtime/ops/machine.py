@@ -29,12 +29,12 @@ from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.updates.device_buffers import Deferred, DeferredFrees, WriteBack
 from megacompile.runtime.updates.in_backward import InBackward, MicroSteps
-from megacompile.runtime.updates.on_device import DeviceUpdates
+from megacompile.runtime.updates.on_device import Deferred, DeferredFrees, DeviceUpdates
+from megacompile.runtime.updates.parameter import WriteBack
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import BucketUpdate
-from megacompile.runtime.updates.workers import HostUpdates
+from megacompile.runtime.updates.workers import Workers
 from megacompile.views.recorder import Recording, Tracer
 
 
@@ -64,7 +64,7 @@ class Machine:
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, from any schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
     staging: Staging | None = field(init=False)  # staging memory of data on a disk
-    host_updates: HostUpdates = field(init=False)
+    host_updates: Workers = field(init=False)
     copies: Background = field(init=False)  # copies the results of device updates to the host
     graphs: CudaGraphs | None = None  # captures code, if the device supports it
     replays: weakref.WeakSet[Replay] = field(default_factory=weakref.WeakSet)
@@ -87,7 +87,7 @@ class Machine:
         if self.disk is not None:
             self.saved_disk = SavedDisk(self.disk, self.activations)
             self.staging = Staging(self.disk, self.device, self.host_budget)
-        self.host_updates = HostUpdates(self.device, self.update_cores)
+        self.host_updates = Workers(self.device, self.update_cores)
         self.copies = Background("megacompile-offload")
 
     def coming(self) -> list[HostBucket]:

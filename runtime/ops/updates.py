@@ -12,11 +12,18 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.machine import OpGroup, handles
+from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates import device_buffers
-from megacompile.runtime.updates.device_buffers import UpdateBuffers, WriteBack, untimed
+from megacompile.runtime.updates import parameter
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.parameter import ParamUpdate
+from megacompile.runtime.updates.parameter import (
+    ParamUpdate,
+    Sources,
+    UpdateBuffers,
+    WriteBack,
+    make_buffers,
+    untimed,
+)
 from megacompile.runtime.updates.update import update_residents
 
 
@@ -88,30 +95,35 @@ class UpdateOps(OpGroup):
         return self._issue(Stream.COMPUTE, (gradients, norms, after), step)
 
     def help_host(self, updates: tuple[Handle, ...]) -> Handle:
-        made = [handle.value for handle in updates if isinstance(handle.value, InFlight)]
+        made = {h.value.future for h in updates if isinstance(h.value, InFlight) and h.value.future}
         self.machine.host_updates.help(made)
         log.logger("update").debug("the device helps with %d updates", len(made))
         return Handle(None, Stream.DEVICE)
 
     def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
-        machine, trained = self.machine, self.gradient_params[bucket.key]
-        host = machine.buckets[bucket.key]
-
-        def allocate() -> UpdateBuffers:
-            if machine.in_backward is None:
-                return machine.device_update.alloc(host, trained, masters=masters)
-            return machine.in_backward.alloc(host, machine.device, masters=masters)
-
-        return self._issue(Stream.COMPUTE, (), allocate)
+        host, device = self.machine.buckets[bucket.key], self.machine.device
+        return self._issue(
+            Stream.COMPUTE,
+            (),
+            lambda: make_buffers(host, self._sources(host), device, masters=masters),
+        )
 
     def fetch_state(
         self, bucket: Bucket, buffer: Handle, masters: bool, *, after: tuple[Any, ...] = ()
     ) -> Handle:
         host = self.machine.buckets[bucket.key]
+
+        def fetch() -> UpdateBuffers:
+            buffers: UpdateBuffers = buffer.value
+            parameter.fetch(host, buffers, self._sources(host), masters=masters)
+            return buffers
+
+        return self._issue(Stream.H2D, (buffer, after), fetch)
+
+    def _sources(self, host: HostBucket) -> Sources:
+        """The states on the host for a device update; empty if they are unknown."""
         source = self.machine.in_backward or self.machine.device_update
-        return self._issue(
-            Stream.H2D, (buffer, after), lambda: source.fetch(host, buffer.value, masters=masters)
-        )
+        return source.sources(host, self.gradient_params[host.layout.key])
 
     def update(
         self, bucket: Bucket, weights: Handle | None, gradients: Handle, state: Handle
@@ -128,7 +140,7 @@ class UpdateOps(OpGroup):
                 given = self.machine.ranks.own(bucket, given)
             buffers: UpdateBuffers = state.value
             with torch.no_grad():
-                device_buffers.update(host, buffers, steps, group, given)
+                parameter.update(host, buffers, steps, group, given)
             return buffers
 
         return self._issue(Stream.COMPUTE, (weights, gradients, state), step)
@@ -155,7 +167,7 @@ class UpdateOps(OpGroup):
         return self._issue(Stream.D2H, (updated, norms), copy)
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
-        """Copy in chunks, by a thread: see [Note: small chunks] in `updates.device_buffers`."""
+        """Copy in chunks, by a thread: see [Note: small chunks] in `updates.on_device`."""
         machine, part = self.machine, self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.HOST)

@@ -15,7 +15,7 @@ al., 2018, arXiv 1904.09237. Operations are in the order of torch.optim.adam's _
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,19 +34,7 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl
 
 
-class AdamScalars(NamedTuple):
-    """The numbers of one step."""
-
-    l2: float  # weight decay that is added to the gradient (Adam), or 0
-    decay: float  # the parameter's factor: 1 - lr * weight_decay (AdamW), or 1
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    negative_step_size: float  # -lr / (1 - beta1^step) * sqrt(1 - beta2^step)
-    eps: float  # eps * sqrt(1 - beta2^step): saves one of torch.optim's divisions
-
-
-def scalars(group: Group, step: float, first: bool) -> AdamScalars:
+def scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
     """Scalars of the `step`-th step, counted from 1."""
     del first
     lr = float(group["lr"])
@@ -54,14 +42,14 @@ def scalars(group: Group, step: float, first: bool) -> AdamScalars:
     weight_decay = float(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay", False))
     correction = (1 - beta2**step) ** 0.5
-    return AdamScalars(
-        l2=0.0 if decoupled else weight_decay,
-        decay=1 - lr * weight_decay if decoupled else 1.0,
-        one_minus_beta1=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
-        negative_step_size=-(lr / (1 - beta1**step)) * correction,
-        eps=float(group["eps"]) * correction,
+    return (
+        0.0 if decoupled else weight_decay,  # l2: added to the gradient (Adam)
+        1 - lr * weight_decay if decoupled else 1.0,  # decay: the parameter's factor (AdamW)
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        -(lr / (1 - beta1**step)) * correction,  # the negative step size
+        float(group["eps"]) * correction,  # saves one of torch.optim's divisions
     )
 
 

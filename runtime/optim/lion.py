@@ -13,7 +13,7 @@ Operations are in the order of the package lion-pytorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,30 +32,13 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl
 
 
-class LionScalars(NamedTuple):
-    """The numbers of one step."""
-
-    decay: float  # the parameter's factor: 1 - lr * weight_decay
-    negative_lr: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-
-
-def scalars(group: Group, step: float, first: bool) -> LionScalars:
+def scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
     """Scalars of any step."""
     del step, first
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    return LionScalars(
-        decay=1 - lr * float(group["weight_decay"]),
-        negative_lr=-lr,
-        beta1=beta1,
-        one_minus_beta1=1 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1 - beta2,
-    )
+    decay = 1 - lr * float(group["weight_decay"])  # the parameter's factor
+    return (decay, -lr, beta1, 1 - beta1, beta2, 1 - beta2)
 
 
 def twin(

@@ -1,21 +1,50 @@
-"""The optimizers that can update streamed parameters, one per file.
+"""The optimizers that can update streamed parameters: the rules, one per file, and those whose own
+step runs on the device, because their update is not elementwise.
 
-To add an optimizer, write its file and list it here; see `rule.py`.
+    Muon        needs matrix products. Source: Jordan et al., "Muon: An optimizer for hidden layers
+                in neural networks", 2024
+    Adafactor   needs means over rows and columns. Source: Shazeer & Stern, "Adafactor: Adaptive
+                Learning Rates with Sublinear Memory Cost", 2018, arXiv 1804.04235
+
+To add an optimizer, write its file (see `rule.py`), or its `OwnStep` here, and list it here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim import adafactor, adam, lion, muon, sgd
-from megacompile.runtime.optim.rule import KnownOptimizer, OptimizerRule
+from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.lion import LION
+from megacompile.runtime.optim.rule import Group, KnownOptimizer, Moment, OptimizerRule, OwnStep
+from megacompile.runtime.optim.sgd import SGD
 
-KNOWN: tuple[KnownOptimizer, ...] = (adam.ADAM, sgd.SGD, lion.LION, muon.MUON, adafactor.ADAFACTOR)
-RULES = tuple(known for known in KNOWN if isinstance(known, OptimizerRule))
+
+class _Adafactor(OwnStep):
+    def shapes(
+        self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
+    ) -> Iterable[tuple[str, Sequence[int]]]:
+        if len(shape) < 2:
+            return (("variance", shape),)
+        return (("row_var", (*shape[:-1], 1)), ("col_var", (*shape[:-2], 1, shape[-1])))
 
 
+MUON = OwnStep(
+    types=(torch.optim.Muon,),
+    counts=False,
+    moments=(Moment("momentum_buffer", option="momentum", late=True),),
+    takes_dtensors=True,
+)
+ADAFACTOR = _Adafactor(
+    types=(torch.optim.Adafactor,),
+    counts=True,
+    takes_dtensors=False,  # its step squares a norm in place, which DTensor does not support
+)
+RULES = (ADAM, SGD, LION)
+KNOWN: tuple[KnownOptimizer, ...] = (*RULES, MUON, ADAFACTOR)
 _BY_CLASS: dict[type | str, KnownOptimizer] = {kind: each for each in KNOWN for kind in each.types}
 
 

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from megacompile.runtime.optim.blockwise import BLOCK
+
 Group = Mapping[str, Any]  # a parameter group: its options
-MAX_MOMENTS = 3  # the kernel's arguments for states
 
 # (p, g, states, scalars) -> (new p, new states). Tensors are (numel,) in the arithmetic's dtype,
 # scalars 0-d. `states` are the existing ones in the order of `moments`; as many are returned.
@@ -69,11 +70,6 @@ def numbers(*names: str) -> tuple[Option, ...]:
     return tuple(Option(name, is_number, "a number") for name in names)
 
 
-def _never(optimizer: Optimizer) -> str:
-    del optimizer
-    return ""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownOptimizer:
     """An optimizer that can update streamed parameters.
@@ -82,6 +78,7 @@ class KnownOptimizer:
         types: its exact classes; subclasses do not count, because they may do anything. A class of
             another package is given by its dotted name, such as "package.module.Class".
         counts: True if it keeps a "step" in the state of each parameter.
+        moments: its states. Optional ones come last, so the existing states are the first ones.
         options: the required options of a parameter group.
         unsupported_reason: returns the reason why an optimizer must run its own step on the host,
             as a clause, or "".
@@ -89,31 +86,37 @@ class KnownOptimizer:
 
     types: tuple[type[Optimizer] | str, ...]
     counts: bool
+    moments: tuple[Moment, ...] = ()
     options: tuple[Option, ...] = ()
-    unsupported_reason: Callable[[Optimizer], str] = _never
+    unsupported_reason: Callable[[Optimizer], str] = lambda optimizer: ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of its classes, for errors."""
-        return tuple(
-            kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
-            for kind in self.types
-        )
+        kinds = (kind if isinstance(kind, str) else kind.__name__ for kind in self.types)
+        return tuple(kind.rpartition(".")[2] for kind in kinds)
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """The states of a parameter of this group, in the order of `moments`."""
+        return tuple([m.name for m in self.moments if m.option is None or group[m.option]])
 
     def has_states(self, group: Group) -> bool:
         """True if a parameter of this group has states after its first step."""
-        raise NotImplementedError
+        return bool(self.state_names(group))
 
     def shapes(
         self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
     ) -> Iterable[tuple[str, Sequence[int]]]:
         """The required names and shapes in a parameter's state, unless the state is empty."""
-        raise NotImplementedError
+        late = {m.name for m in self.moments if m.late}
+        for name in self.state_names(group):
+            if name not in late or state.get(name) is not None:
+                yield name, shape
 
     def because(self, name: str) -> str:
         """The reason why a missing state is needed, in parentheses for an error; "" if obvious."""
-        del name
-        return ""
+        option = next((m.option for m in self.moments if m.name == name), None)
+        return "" if option is None else f" ({option}=True needs it)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,23 +124,14 @@ class OwnStep(KnownOptimizer):
     """An optimizer whose own step runs on the device, a parameter at a time.
 
     Attributes:
-        state_shapes: implements `shapes`.
         takes_dtensors: True if torch.optim's step is correct for sharded parameters.
     """
 
-    state_shapes: Callable[
-        [Group, Sequence[int], Mapping[str, Any]], Iterable[tuple[str, Sequence[int]]]
-    ]
     takes_dtensors: bool
 
     def has_states(self, group: Group) -> bool:
         del group
         return True
-
-    def shapes(
-        self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
-    ) -> Iterable[tuple[str, Sequence[int]]]:
-        return self.state_shapes(group, shape, state)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,7 +140,6 @@ class OptimizerRule(KnownOptimizer):
 
     Attributes:
         name: the kernel's name.
-        moments: its states. Optional ones come last, so the existing states are the first ones.
         scalars: (group, step, first) -> numbers. `step` counts from 1 (the state's "step"); `first`
             is True if a state has no value yet.
         twin: see `Twin`.
@@ -155,36 +148,13 @@ class OptimizerRule(KnownOptimizer):
     """
 
     name: str
-    moments: tuple[Moment, ...]
     scalars: Callable[[Group, float, bool], Sequence[float]]
     twin: Twin
     kernel: Callable[..., Any]
 
-    def __post_init__(self) -> None:
-        assert len(self.moments) <= MAX_MOMENTS, f"{self.name}: the kernel takes {MAX_MOMENTS}"
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """The states of a parameter of this group, in the order of `moments`."""
-        return tuple(m.name for m in self.moments if m.option is None or group[m.option])
-
     def signed(self, name: str) -> bool:
         """True if a state can have negative values."""
         return all(moment.signed for moment in self.moments if moment.name == name)
-
-    def has_states(self, group: Group) -> bool:
-        return bool(self.state_names(group))
-
-    def shapes(
-        self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
-    ) -> Iterable[tuple[str, Sequence[int]]]:
-        late = {m.name for m in self.moments if m.late}
-        for name in self.state_names(group):
-            if name not in late or state.get(name) is not None:
-                yield name, shape
-
-    def because(self, name: str) -> str:
-        option = next((m.option for m in self.moments if m.name == name), None)
-        return "" if option is None else f" ({option}=True needs it)"
 
     def hyper(
         self, group: Group, *, step: float | Tensor = 1, first: bool = False, scale: float = 1.0
@@ -198,6 +168,13 @@ class OptimizerRule(KnownOptimizer):
 
 # A tensor of the parameter's numel, or the (codes, absmax) of blockwise.quantize.
 State: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """A state with `function` applied to its tensors; anything else, such as None, unchanged."""
+    if isinstance(state, tuple):
+        return tuple(map(function, state))
+    return function(state) if isinstance(state, Tensor) else state
 
 
 class Update(NamedTuple):
@@ -230,6 +207,16 @@ class Update(NamedTuple):
             out=None if self.out is None else function("out", self.out),
             copy=None if self.copy is None else function("copy", self.copy),
         )
+
+    def part(self, first: int, end: int) -> Update:
+        """Elements [first, end) of flat tensors; `first` is a multiple of `BLOCK`."""
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            if name == "absmax":
+                return tensor[first // BLOCK : -(-end // BLOCK)]
+            return tensor[first:end]
+
+        return self.map(part)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """All tensors, with the names of `map`."""

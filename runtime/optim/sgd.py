@@ -13,7 +13,7 @@ Formulas and order of operations are those of torch.optim.sgd's _single_tensor_s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,27 +24,16 @@ if TYPE_CHECKING:  # see `OptimizerRule.kernel`
     import triton.language as tl
 
 
-class SGDScalars(NamedTuple):
-    """The numbers of one step."""
-
-    l2: float  # weight decay
-    negative_lr: float
-    momentum: float
-    one_minus_dampening: float
-    first: float  # 1 on the first step, which sets the momentum to the gradient; then 0
-    nesterov: float  # 1 or 0
-
-
-def scalars(group: Group, step: float, first: bool) -> SGDScalars:
-    """Scalars of any step."""
+def scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
+    """Scalars of any step. The first one sets the momentum to the gradient."""
     del step
-    return SGDScalars(
-        l2=float(group["weight_decay"]),
-        negative_lr=-float(group["lr"]),
-        momentum=float(group["momentum"]),
-        one_minus_dampening=1 - float(group["dampening"]),
-        first=float(first),
-        nesterov=float(bool(group.get("nesterov", False))),
+    return (
+        float(group["weight_decay"]),  # l2
+        -float(group["lr"]),
+        float(group["momentum"]),
+        1 - float(group["dampening"]),
+        float(first),
+        float(bool(group.get("nesterov", False))),
     )
 
 

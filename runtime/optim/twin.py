@@ -1,4 +1,5 @@
-"""A rule's update of one parameter in plain torch, in place; the reference for the kernels.
+"""A rule's update of one parameter in plain torch, in place, the reference for the kernels; and of
+a bucket, by a kernel on a CUDA device. Triton is imported for the first bucket there.
 
 The code is pointwise on flat tensors, and its scalars are data. So one
 `torch.compile(function_of(rule), dynamic=True, fullgraph=True)` serves every step and size.
@@ -8,34 +9,27 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim.blockwise import BLOCK, dequantize, quantize, tables
+from megacompile.runtime.optim.blockwise import dequantize, quantize, tables
+from megacompile.runtime.optim.kernels.table import Table
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update, math_dtype
-from megacompile.runtime.optim.stochastic import round_stochastic
 
 CHUNK = 2**18  # elements per chunk of an eager twin; a multiple of the 8-bit block
 
 
 @functools.cache
 def function_of(rule: OptimizerRule) -> Callable[..., None]:
-    """The function that runs one step of a rule on flat tensors, in place. Its arguments:
+    """The function that runs one step of a rule on flat tensors, in place.
 
-    param   (numel,) bf16, fp16, fp32 or fp64
-    grad    (numel,) any float dtype
-    states  a tuple; each is (numel,) of any float dtype, or (codes, absmax), or None
-    copy    (numel,) any float dtype, or None; a second destination of the new parameter
-    hyper   (columns,) `OptimizerRule.hyper`, fp32; fp64 for an fp64 parameter
-    seed    0-d int64, or None; rounds a bf16 parameter stochastically
-    out     (numel,) like `param`, or None; the new parameter goes there and `param` stays
-    first   index of the first element in the whole parameter, for the seed
-    table   `blockwise.tables`, for codes; None: looked up. Compiled code must get it as an
-            argument: Dynamo names constants by a counter of the process, and the names would enter
-            the caches' keys
+    Its arguments are those of `Update`, with the scalars as a tensor (fp32; fp64 for an fp64
+    parameter), the index of the first element in the whole parameter (for the seed), and
+    `blockwise.tables`. Compiled code must get the tables as an argument: Dynamo names constants by
+    a counter of the process, and the names would enter the caches' keys.
     """
     twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
 
@@ -61,7 +55,11 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
         p, new = twin(param.to(math), grad.to(math) * scale, old, scalars)
         for (state, sign), values in zip(present, new, strict=True):
             _store(state, values, table, signed=sign)
-        _store_param(p, param if out is None else out, copy, seed, first)
+        if seed is not None and param.dtype == torch.bfloat16:
+            p = round_stochastic(p, seed, first)
+        for target in (param if out is None else out, copy):
+            if target is not None:
+                target.copy_(p.to(param.dtype))
 
     # a code object per rule: Dynamo counts recompilations per code object
     code = step.__code__.replace(co_name=f"{rule.name}_")
@@ -74,29 +72,49 @@ def apply(rule: OptimizerRule, update: Update) -> None:
     A chunk's temporaries fit into the CPU's caches and take negligible memory. The results are
     bitwise those of the compiled twin.
     """
-    for moment, state in zip(rule.moments, update.states, strict=True):
-        if state is None and moment.option is None:
-            raise ValueError(f"{rule.name}: the update got None for {moment.name}, needed a tensor")
     whole = update.map(lambda _, tensor: tensor.detach().view(-1))
     numel = whole.param.numel()
     dtype = math_dtype(whole.param.dtype)
     scalars = torch.tensor(tuple(update.hyper), dtype=dtype, device=whole.param.device)
     step = function_of(rule)
     for first in range(0, numel, CHUNK):
-        part = whole if numel <= CHUNK else _part(whole, first, min(first + CHUNK, numel))
+        part = whole if numel <= CHUNK else whole.part(first, min(first + CHUNK, numel))
         grad = part.grad if part.factor is None else part.grad * part.factor
         step(part.param, grad, part.states, part.copy, scalars, part.seed, part.out, first)
 
 
-def _part(whole: Update, first: int, end: int) -> Update:
-    """Elements [first, end) of an update; `first` is a multiple of `BLOCK`."""
+def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
+    """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
 
-    def part(name: str, tensor: Tensor) -> Tensor:
-        if name == "absmax":
-            return tensor[first // BLOCK : -(-end // BLOCK)]
-        return tensor[first:end]
+    All tensors are on the gradients' device or in memory that it can address. The kernel raises
+    ValueError for a tensor that is not contiguous or has the wrong size or dtype.
+    """
+    if not updates:
+        return
+    if updates[0].grad.device.type == "cuda":
+        from megacompile.runtime.optim.kernels.fused_update import launch
 
-    return whole.map(part)
+        launch(rule, updates)
+        return
+    for update in updates:
+        apply(rule, update)
+
+
+def update_again(
+    rule: OptimizerRule,
+    tables: Sequence[Table],
+    gradients: Sequence[int],
+    factors: Sequence[int] | None,
+    hypers: Sequence[tuple[float, ...]],
+    device: torch.device,
+) -> None:
+    """Repeat an update, described by its tables, on a CUDA device with new scalars and gradients
+    (see `Table.renew`) of all parameters of the step."""
+    from megacompile.runtime.optim.kernels.fused_update import BLOCK, run
+
+    for table in tables:
+        table.renew(gradients, factors)
+    run(rule, (each.launch(hypers, block=BLOCK, device=device) for each in tables), device)
 
 
 def has_codes(states: Iterable[State | None]) -> bool:
@@ -117,18 +135,6 @@ def _store(state: State, values: Tensor, table: Tensor | None, *, signed: bool) 
         return
     for stored, new in zip(state, quantize(values, signed, table), strict=True):
         stored.copy_(new)
-
-
-def _store_param(
-    p: Tensor, out: Tensor, copy: Tensor | None, seed: Tensor | int | None, first: int
-) -> None:
-    if seed is not None and out.dtype == torch.bfloat16:
-        new = round_stochastic(p, seed, first)
-    else:
-        new = p.to(out.dtype)
-    out.copy_(new)
-    if copy is not None:
-        copy.copy_(new)
 
 
 def arguments(update: Update) -> tuple[Any, ...]:
@@ -179,3 +185,71 @@ def _of_doubles(x: Tensor) -> Tensor:
     step = ((x - square) - error) / (2 * root)
     root = torch.where(step.isfinite(), root + step, root)  # not finite for 0, infinity and NaN
     return torch.where(tiny, root * 2.0**-256, root)
+
+
+# [Note: stochastic rounding]
+# To round fp32 to bf16, add a random 16-bit number to the bit pattern and keep the upper half of
+# the sum. The mean over the random numbers is the unrounded value. The random number is the low
+# half of the first word of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+# 2, 3", 2011). The counter is the element's index; the key is a seed of the parameter and the step.
+# `tl.randint(seed, index)` returns the same word, so the kernel and the twin round bitwise alike.
+
+_WORD = 0xFFFFFFFF  # 32 bits
+_LOW = 0xFFFF
+
+
+def seed_of(torch_seed: int, parameter: int, step: int, shard: int = 0) -> int:
+    """A seed in [0, 2^63) for one parameter's rounding in one step.
+
+    `torch_seed` is `torch.initial_seed()`. Element indices start at 0 in each shard, so each shard
+    needs its own seed; the first shard has the seed of a whole parameter. The finalizer of
+    SplitMix64 mixes the arguments (Steele et al., "Fast splittable pseudorandom number generators",
+    2014).
+    """
+    mixed = 0
+    for part in (torch_seed, parameter, step, *([shard] if shard else [])):
+        mixed = (mixed + part + 0x9E3779B97F4A7C15) % 2**64
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def round_stochastic(
+    values: Tensor,  # (numel,) fp32
+    seed: Tensor | int,  # 0-d int64
+    first: int = 0,  # index of the first value in the parameter
+) -> Tensor:
+    """Round values to one of their bf16 neighbours, the nearer with the higher probability.
+
+    NaN and infinities stay.
+    """
+    bits = values.view(torch.int32)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    index = torch.arange(first, first + values.numel(), device=values.device)
+    noise = (philox(seed, index) & _LOW).to(torch.int32)
+    rounded = (torch.where(finite, bits, 0) + noise) & ~_LOW
+    return torch.where(finite, rounded.view(torch.float32), values).to(torch.bfloat16)
+
+
+def philox(
+    seed: Tensor | int,  # 0-d int64
+    counter: Tensor,  # any shape, int64
+) -> Tensor:
+    """The first word of Philox-4x32-10: int64 in [0, 2^32), shaped like the counter."""
+    key0, key1 = seed & _WORD, (seed >> 32) & _WORD
+    c0, c1 = counter & _WORD, (counter >> 32) & _WORD
+    c2 = c3 = torch.zeros_like(counter)
+    for _ in range(10):
+        high2, low2 = _multiply(c2, 0xCD9E8D57)
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        c0, c1, c2, c3 = high2 ^ c1 ^ key0, low2, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
+    return c0
+
+
+def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """(high, low) 32 bits of a product of 32-bit words, with no intermediate above 2^63."""
+    low = x * (factor & _LOW)
+    high = x * (factor >> 16) + (low >> 16)
+    return high >> 16, ((high & _LOW) << 16) | (low & _LOW)

@@ -19,8 +19,7 @@ from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import StepParts
-from megacompile.runtime.updates.compiled import compiled
-from megacompile.runtime.updates.cpp import kind_of
+from megacompile.runtime.updates.compiled import compiled, kind_of
 
 
 class Ahead:

@@ -24,11 +24,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.kernels.entry import update_again
 from megacompile.runtime.optim.kernels.table import Signature, Table, describe, tables_of
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, Update
-from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.twin import apply, update_again
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -174,9 +173,9 @@ class Alike:
             each = part.for_kernel()
             if len(each) < len(part.indices):  # one is empty
                 return None
-            for k, (of, update) in enumerate(each):
+            for k, update in enumerate(each):
                 like = update.param.stride() == part.steps[k].grad.stride()
-                if of is not rule or update.seed is not None or not like:
+                if update.seed is not None or not like:
                     return None
                 described.append(describe(k, rule, update))
         found = Alike(rule, optimizer, parts, trained, described)

@@ -21,7 +21,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import Group, OptimizerRule
-from megacompile.runtime.optim.stochastic import seed_of
+from megacompile.runtime.optim.twin import seed_of
 from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
 from megacompile.runtime.params.guards import GuardState, guard_of, is_shared
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -36,7 +36,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible_on_disk,
 )
 from megacompile.runtime.step import hooks
-from megacompile.runtime.updates.on_device import DeviceUpdate
+from megacompile.runtime.updates.on_device import UpdateOffer
 from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
 
@@ -67,7 +67,7 @@ class StepParts:
         with self._waits(optimizer, bucket, trained):
             update = self._update(optimizer, bucket, trained, options)
         offer = bucket.pending.take_offer()
-        assert offer is None or isinstance(offer, DeviceUpdate)
+        assert offer is None or isinstance(offer, UpdateOffer)
         # updates of residents precede all later work on the stream
         if update.place is UpdatePlace.HOST:
             self._look_at(update, trained)
@@ -176,12 +176,10 @@ class StepParts:
             )
         if bucket.resident is not None:
             return UpdateBackend.KERNEL, UpdatePlace.RESIDENT
-        plain = all(self.is_plain(each.param) for each in trained)
-        if self.options.lowering is Lowering.EAGER:
-            return UpdateBackend.STOCK if plain else UpdateBackend.TORCH, UpdatePlace.HOST
-        if compat.has_cpp_compiler():
+        if self.compiles:
             return UpdateBackend.COMPILED, UpdatePlace.HOST
-        return UpdateBackend.FUSED if plain else UpdateBackend.TORCH, UpdatePlace.HOST
+        plain = all(self.is_plain(each.param) for each in trained)
+        return UpdateBackend.STOCK if plain else UpdateBackend.TORCH, UpdatePlace.HOST
 
     def state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
         """The dtype of a parameter's states, or "int8"."""

@@ -53,7 +53,7 @@ from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.hooks import PreparedStep
 from megacompile.runtime.step.parts import StepParts
 from megacompile.runtime.updates.parameter import ParamUpdate
-from megacompile.runtime.updates.refusals import Rehearsals, check, check_shared
+from megacompile.runtime.updates.refusals import check, check_shared, rehearse
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 
 _RESTS = 16  # graphs for updates outside of schedules; the oldest are dropped
@@ -84,7 +84,7 @@ class Updates:
         self._make_rest = rest
         self._before_step = before_step
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
-        self._rehearsals = Rehearsals()
+        self._rehearsed: set[object] = set()
         self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
         self.ahead = Ahead(machine, self.parts, self._prepared)
         self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
@@ -163,7 +163,6 @@ class Updates:
         prepared = PreparedStep(optimizer)
         try:
             ready: dict[object, bool] = {}
-            rehearsals = self._rehearsals.of_step()
             options: dict[int, dict[str, Any]] = {}
             for key in keys:
                 bucket = self.machine.buckets[key]
@@ -175,7 +174,7 @@ class Updates:
                     else line("preparing the update", self._shows)
                 ):
                     part.prepare(ready)
-                rehearsals.rehearse(where, optimizer, part, found[key])
+                rehearse(where, optimizer, part, self._rehearsed)
                 if self.parts.helps and part.suits_chunks():
                     part.on_device = True
                     bucket.states.lock(optimizer)

@@ -1,41 +1,53 @@
-"""The C++ code of a rule, ready or being compiled.
+"""The C++ code of a rule's twin, ready or being compiled.
 
-A second process compiles it (see `cpp`). Until it is ready, the eager twin runs
-(`optim.twin.apply`), with bitwise equal results. Nothing waits: the thread that calls
-`optimizer.step()` polls `ready` once per kind of update, then loads the code from Inductor's caches
-in less than half a second, without a compiler. The second process has already probed the vector
-instructions.
+A second process, which sees no GPU, compiles it into Inductor's caches on disk. Until it is ready,
+the eager twin runs (`optim.twin.apply`), with bitwise equal results. The thread that calls
+`optimizer.step()` polls `ready` once per kind of update, then loads the code from the caches in
+less than half a second. Without caches, or if no process can be started, that thread compiles. A
+background thread would not do: Dynamo changes process-wide state while it compiles.
 
-Without caches, or if no process can be started, that thread compiles.
-
-Background threads run the compiled code without Dynamo's frame caches, which do not support a
-thread that runs while another one compiles or calls `torch.compiler.reset()`.
+The same code serves all sizes. It leaves one core to the issuing thread, which spins in many CUDA
+calls (`loss.item()`): a team of threads is as fast as its slowest thread, and a thread that shares
+its core runs at half speed. It runs without Dynamo's frame caches, which do not support a thread
+that runs while another one compiles or calls `torch.compiler.reset()`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import json
+import os
 import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from megacompile import compat, log, notices
-from megacompile.beside.process import Process
+from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.log import KERNELS, UPDATES
+from megacompile.runtime import optim
 from megacompile.runtime.device.background import at_fork
+from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, Update
-from megacompile.runtime.optim.twin import arguments
-from megacompile.runtime.updates.cpp import (
-    REFUSED,
-    Code,
-    CompileRequest,
-    Kind,
-    compile_update,
-    kind_of,
-    options_now,
-)
+from megacompile.runtime.optim.twin import apply, arguments, function_of
+
+_TYPICAL = 2**22  # elements: by the first size Inductor decides whether to use several threads
+_SAMPLE = 2**16 + 37  # elements for comparing code with its twin
+_REFUSED = 3  # exit status: the process started, but compilation failed
+_NOTE = 3  # version of the note's format
+_UNSENT = (pickle.PicklingError, AttributeError, TypeError)  # functions in Inductor's options
+
+Code = Callable[..., None]
+Kind = tuple[str, ...]
 
 
 class Compiled:
@@ -43,44 +55,41 @@ class Compiled:
 
     def __init__(self, rule: OptimizerRule) -> None:
         self.rule = rule
-        self._codes: dict[Kind, Code] = {}
-        self._refused: set[Kind] = set()
+        self._codes: dict[Kind, Code | None] = {}  # None: refused
         self._in_process: dict[Kind, tuple[CompileRequest, Process]] = {}  # being compiled
         at_fork(self)
 
     def expect(self, update: Update) -> None:
         """Start compiling updates of this kind, unless done already."""
         kind = kind_of(update)
-        if kind not in self._codes and kind not in self._refused and kind not in self._in_process:
-            request = self._request(update)
-            if request is not None and not request.is_done:
-                self._begin(kind, request)
+        if kind not in self._codes and kind not in self._in_process:
+            self._begin(kind, update)
 
     def ready(self, update: Update) -> bool:
         """True if the code for this kind of update is ready."""
         kind = kind_of(update)
-        if kind in self._codes:
-            return True
-        if kind in self._refused:
-            return False
         if kind in self._in_process:
-            asked, process = self._in_process[kind]
+            request, process = self._in_process[kind]
             if process.status is None:
                 return False
             del self._in_process[kind]
-            refused, why = process.status == REFUSED, process.complaint()
+            refused, why = process.status == _REFUSED, process.complaint()
             process.stop()
             if refused:
                 self._refuse(kind, why)
+            else:
+                self._take(kind, update, request, by_process=True)
+        elif kind not in self._codes:
+            asked = self._begin(kind, update)
+            if kind in self._in_process:
                 return False
-            return self._take(kind, update, asked, by_process=True)
-        request = self._request(update)
-        if request is not None and not request.is_done and self._begin(kind, request):
-            return False
-        return self._take(kind, update, request)
+            self._take(kind, update, asked, by_process=False)
+        return self._codes[kind] is not None
 
     def __call__(self, update: Update) -> None:
-        self._codes[kind_of(update)](*arguments(update))
+        code = self._codes[kind_of(update)]
+        assert code is not None
+        code(*arguments(update))
 
     def wait(self) -> None:
         """Wait until all compilation has finished."""
@@ -92,70 +101,56 @@ class Compiled:
         if in_child:
             self._in_process.clear()
 
-    def _request(self, update: Update) -> CompileRequest | None:
-        """The request for the second process; None if it cannot be sent."""
+    def _begin(self, kind: Kind, update: Update) -> CompileRequest | None:
+        """Ask the second process for the code, unless it is in the caches; None: it cannot be
+        asked."""
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return None
         try:
-            return CompileRequest.of(self.rule, update, folder)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # functions in options
-            text = "%s: Inductor's options cannot be sent to another process: %s"
+            request = CompileRequest.of(self.rule, update, folder)
+            if not os.path.exists(request.note):
+                self._in_process[kind] = request, Process(__name__, pickle.dumps(request))
+                log.logger("compile").info("%s: compiling to C++ in the background", self.rule.name)
+        except (OSError, subprocess.SubprocessError, *_UNSENT) as error:
+            text = "%s: no process can compile to C++ in the background: %s"
             log.logger("compile").info(text, self.rule.name, error)
             return None
-
-    def _begin(self, kind: Kind, request: CompileRequest) -> bool:
-        try:
-            self._in_process[kind] = request, request.start()
-        except (OSError, subprocess.SubprocessError) as error:
-            text = "%s: the process that compiles to C++ could not be started: %s"
-            log.logger("compile").info(text, self.rule.name, error)
-            return False
-        log.logger("compile").info("%s: compiling to C++ in the background", self.rule.name)
-        return True
+        return request
 
     def _take(
-        self,
-        kind: Kind,
-        update: Update,
-        request: CompileRequest | None,
-        *,
-        by_process: bool = False,
-    ) -> bool:
-        """Load the code from the caches, or compile it; returns False on failure.
-
-        Args:
-            kind: of the update.
-            update: of this kind.
-            request: None if it could not be sent.
-            by_process: True if the second process has compiled it.
-        """
+        self, kind: Kind, update: Update, request: CompileRequest | None, *, by_process: bool
+    ) -> None:
+        """Load the code from the caches, or compile it, if the second process has not done so."""
         before, start = compat.cache_counts(), time.perf_counter()
+        noted: dict[str, Any] = {}
+        options = options_now()
+        settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if request is not None:
+            options, settings = request.options, compat.compile_settings_in_use(request.settings)
+            if os.path.exists(request.note):
+                noted = json.loads(Path(request.note).read_text())
+                # Inductor probes these before it loads code, which takes 45 s on some machines
+                compat.use_vector_isas(noted["vector ISAs"])
         try:
-            if request is None:
-                self._codes[kind] = compile_update(self.rule, update, options_now())
-            else:
-                if request.is_done:
-                    request.prepare_to_load()
-                with compat.compile_settings_in_use(request.settings):
-                    self._codes[kind] = compile_update(self.rule, update, request.options)
+            with settings:
+                self._codes[kind] = compile_update(self.rule, update, options)
         except RuntimeError as error:
             self._refuse(kind, str(error).strip().partition("\n")[0])
-            return False
+            return
         (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
         UPDATES.add(found=found, made=made, time_s=time_s, beside=found if by_process else 0)
         log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
-        if request is not None and request.is_done and not request.agreed:
+        if not noted.get("agrees", True):
             notices.warn(
                 f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
                 "differently from the eager one, which runs until it is ready: the first steps of "
                 "a run without a warm cache differ in the last bits",
                 notices.Whose.RANK,
             )
-        return True
 
     def _refuse(self, kind: Kind, why: str) -> None:
-        self._refused.add(kind)
+        self._codes[kind] = None
         notices.warn(
             f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; it runs "
             "eagerly, with the same results but slower; install a C++ compiler that torch.compile "
@@ -175,15 +170,140 @@ _COMPILED: dict[OptimizerRule, Compiled] = {}
 @functools.cache
 def count_kernels() -> None:
     """Count and log the Triton kernels of this package that this process uses."""
-    compat.note_kernels(__name__.partition(".")[0], _note_kernel)
 
+    def note(name: str, found: bool, time_s: float) -> None:
+        KERNELS.add(found=int(found), made=int(not found), time_s=time_s)
+        log.update_compiled(f"kernel {name}", found=found, time_s=time_s, what="Triton")
 
-def _note_kernel(name: str, found: bool, time_s: float) -> None:
-    KERNELS.add(found=int(found), made=int(not found), time_s=time_s)
-    log.update_compiled(f"kernel {name}", found=found, time_s=time_s, what="Triton")
+    compat.note_kernels(__name__.partition(".")[0], note)
 
 
 def wait_until_compiled() -> None:
     """Wait for all updates that the second process compiles; the next step uses them."""
     for rule in RULES:
         compiled(rule).wait()
+
+
+# The code.
+
+
+def kind_of(update: Update) -> Kind:
+    """The key of compiled code: dtypes, existing states, rounding."""
+    parts = (update.param, update.grad, update.states, update.copy, update.seed is None)
+    return tuple([str(compat.tree_map(lambda v: getattr(v, "dtype", v), part)) for part in parts])
+
+
+def _like(
+    update: Update,
+    numel: int,
+    make: Callable[[int, torch.dtype], torch.Tensor] = lambda n, dtype: torch.zeros(n, dtype=dtype),
+) -> Update:
+    """The same kind of update for another size, with zeros or the tensors that `make` returns."""
+
+    def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return make(absmax_numel(numel) if name == "absmax" else numel, tensor.dtype)
+
+    return update.map(new)
+
+
+def options_now() -> dict[str, Any]:
+    """Inductor's options. The C++ wrapper runs without the GIL.
+
+    Sets Triton autotuning although the code has no Triton kernels: its default depends on whether
+    the process sees a GPU, and is part of cache keys (torch 2.11).
+    """
+    return {
+        "cpp_wrapper": True,
+        "cpp.threads": max(1, torch.get_num_threads() - 1),
+        "triton.autotune_at_compile_time": False,
+    }
+
+
+def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any]) -> Code:
+    """Compile updates of this kind, without Dynamo's frame caches."""
+    with torch.no_grad():
+        typical = arguments(_like(update, _TYPICAL))
+        return compat.compiled_function(function_of(rule), typical, {}, options)
+
+
+def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
+    """True if the code's results are bitwise equal to the eager twin's."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            return torch.randint(256, (numel,), generator=generator).to(dtype)
+        return (torch.rand(numel, generator=generator) * 1e-3).to(dtype)
+
+    compiled = _like(update, _SAMPLE, values)
+    eager = compiled.map(lambda _, tensor: tensor.clone())
+    with torch.no_grad():
+        code(*arguments(compiled))
+        apply(rule, eager)
+    pairs = zip(compiled.tensors(), eager.tensors(), strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs)
+
+
+# The second process.
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A request to the second process, which fills the caches."""
+
+    rule: str
+    update: Update  # empty tensors
+    options: dict[str, Any]
+    settings: bytes  # see `compat.compile_settings`
+    note: str  # path of a file that is written once the code is in the caches
+
+    @staticmethod
+    def of(rule: OptimizerRule, update: Update, folder: Path) -> CompileRequest:
+        """Create a request for updates like this one; `folder` has Inductor's caches."""
+        empty, options = _like(update, 0), options_now()
+        settings = compat.compile_settings()
+        key = (
+            *(torch.__version__, torch.backends.cpu.get_cpu_capability(), _sources()),
+            *(_NOTE, rule.name, kind_of(empty), tuple(options.items()), settings),
+        )
+        name = hashlib.sha256(pickle.dumps(key)).hexdigest()
+        note = str(folder / "megacompile" / name[:40])
+        return CompileRequest(rule.name, empty, options, settings, note)
+
+    def carry_out(self) -> None:
+        """Compile the code and write the note; called in the second process."""
+        compat.use_compile_settings(self.settings)
+        (rule,) = (rule for rule in RULES if rule.name == self.rule)
+        code = compile_update(rule, self.update, self.options)
+        note = Path(self.note)
+        note.parent.mkdir(parents=True, exist_ok=True)
+        draft = note.with_suffix(f".{os.getpid()}")
+        noted = {
+            "rule": self.rule,
+            "agrees": agrees(rule, self.update, code),
+            "vector ISAs": compat.vector_isas(),
+        }
+        draft.write_text(json.dumps(noted))
+        draft.replace(note)
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the twins' source text."""
+    (folder,) = optim.__path__
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def main(request: bytes) -> None:
+    """Entry point of the process."""
+    end_with_the_pipe()
+    try:
+        pickle.loads(request).carry_out()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        print(f"{type(error).__name__}: {lines[0] if lines else ''}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(_REFUSED)

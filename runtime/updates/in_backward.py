@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.registry import known
+from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.gradient_guards import is_taken
 from megacompile.runtime.params.guards import is_shared
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -31,22 +32,17 @@ from megacompile.runtime.params.optimizer_states import (
     visible_on_disk,
 )
 from megacompile.runtime.params.work import Left
-from megacompile.runtime.updates.device_buffers import (
+from megacompile.runtime.updates.parameter import (
+    ParamUpdate,
     Sources,
     UpdateBuffers,
     WriteBack,
-    buffers_in_place,
-    fetch,
-    make_buffers,
-    update,
+    flat,
+    update_of,
     write_back,
 )
-from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
-
-PrepareSteps = Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamUpdate]]
-"""Prepares the updates of some of a bucket's parameters, by index."""
 
 
 class InBackward:
@@ -55,21 +51,18 @@ class InBackward:
     Args:
         optimizer: the optimizer that updates.
         prepare: see `StepParts.in_backward`.
-        micro_steps: tells if another backward comes before the step.
         staging: buffers for data on a disk.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        prepare: PrepareSteps,
-        micro_steps: MicroSteps,
+        prepare: Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamUpdate]],
         staging: Staging | None,
     ) -> None:
         self.optimizer = optimizer
         self.prepare = prepare
         self.staging = staging
-        self._micro_steps = micro_steps
         self.uncommitted: set[ParamId] = set()  # updated, before step() was called
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
         self.running: dict[int, dict[int, ParamUpdate]] = {}  # updates of the current backward
@@ -83,17 +76,12 @@ class InBackward:
         self._shown: list[HostBucket] = []  # in flight, with unguarded aliases
         compat.notice_scaled_losses()
 
-    @property
-    def accumulating(self) -> bool:
-        """True if another backward comes before the step; then this one updates nothing."""
-        return self._micro_steps.more
-
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Read the hyperparameters for the backward of one schedule."""
         backward, self._backward = self._backward, compat.backward_id()
         if backward != self._backward:
             self._give_up_failed()
-            if self._is_restored(buckets):  # a checkpoint was loaded instead of step()
+            if next(self._changed(), None) is None:  # a checkpoint was loaded instead of step()
                 self.uncommitted = set()
         places = {(key, i) for key, params in wanted.items() for i in params}
         again = sorted(places & self.uncommitted)
@@ -129,20 +117,20 @@ class InBackward:
 
     def _end(self) -> Callable[[], None]:
         """A callback for the end of the backward; autograd drops it if the backward fails."""
+        updates, backward = weakref.ref(self), self._backward
 
         def end() -> None:
             self._ended = True
             while self._shown:
                 self._shown.pop().pending.wait()
 
-        dropped = weakref.finalize(end, _dropped, weakref.ref(self), self._backward)
-        dropped.atexit = False
-        return end
+        def dropped() -> None:
+            alive = updates()
+            if alive is not None and alive._backward == backward:
+                alive._give_up_failed()
 
-    def dropped(self, backward: int) -> None:
-        """Handle a failed backward; called when its end callback is freed."""
-        if backward == self._backward:
-            self._give_up_failed()
+        weakref.finalize(end, dropped).atexit = False
+        return end
 
     def failed(self, error: BaseException) -> None:
         """Record the error of a run, if a backward is running."""
@@ -153,13 +141,13 @@ class InBackward:
         """Mark values updated by a failed backward as torn until they are loaded."""
         if self._ended:
             return
-        changed, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
+        self.uncommitted, self._ended = set(), True
         self._drop_reserved()
         self._shown.clear()
         torn: dict[int, dict[int, Left]] = {}
-        for (key, i), left in changed.items():
-            if not _is_gone(left, key, i, self._buckets) and not left.restored():
-                torn.setdefault(key, {})[i] = left
+        for (key, i), left in self._changed():
+            torn.setdefault(key, {})[i] = left
+        self._made = {}
         names = ", ".join(repr(self._buckets[key].layout.name) for key in sorted(torn))
         for key, of_bucket in torn.items():
             self._buckets[key].pending.tear(
@@ -168,13 +156,12 @@ class InBackward:
                 of_bucket,
             )
 
-    def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
-        """True if all updated values have since been overwritten, and the optimizer's states
-        loaded."""
-        return all(
-            _is_gone(left, key, i, buckets) or left.restored()
-            for (key, i), left in self._made.items()
-        )
+    def _changed(self) -> Iterator[tuple[ParamId, Left]]:
+        """The updated parameters that are still in their buckets and were not loaded since."""
+        for (key, i), left in self._made.items():
+            host = self._buckets.get(key)
+            if host is not None and host.params[i] is left.param and not left.restored():
+                yield (key, i), left
 
     def refuse(
         self,
@@ -226,43 +213,37 @@ class InBackward:
 
     # The ops.
 
-    def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> UpdateBuffers:
-        """Allocate device memory for the states of the updated parameters."""
-        sources = {i: step.in_order() for i, step in self.running[host.layout.key].items()}
-        return make_buffers(host, sources, device, masters=masters)
-
-    def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
-        """Copy states and masters to the device."""
-        fetch(host, buffers, self._sources(host), masters=masters)
-        return buffers
+    def sources(self, host: HostBucket, trained: Sequence[int] = ()) -> Sources:
+        """The states of the updated parameters, in host memory."""
+        del trained
+        lease = None if self.staging is None else self.staging.states.of(host)
+        return {
+            i: step.in_order() if lease is None else lease.states(step.in_order())
+            for i, step in self.running[host.layout.key].items()
+        }
 
     def offload(
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> WriteBack | None:
         """Copy new parameters and states to the host."""
-        lease = None if self.staging is None else self.staging.take(host, buffers)
-        shown = self._visible(host, buffers)
+        lease = None if self.staging is None else self.staging.take(host)
+        shown = self.visible(host)
         if any(map(host.aliased, buffers)) or any(map(is_shared, map(compat.local, shown))):
             self._shown.append(host)
+        place = None if lease is None else lease.tensor
         try:
-            return write_back(
-                host,
-                buffers,
-                self._sources(host),
-                shown,
-                queue,
-                None if lease is None else lease.tensor,
-            )
+            return write_back(host, buffers, self.sources(host), shown, queue, place)
         finally:
             self._note_made(host, buffers)
 
     def update_in_place(self, host: HostBucket, gradients: Mapping[int, torch.Tensor]) -> None:
         """Update a resident bucket."""
         steps = self.running[host.layout.key]
-        buffers = buffers_in_place(host, self._sources(host))
         try:
             with torch.no_grad():
-                update(host, buffers, steps, gradients, None)
+                updates = [update_of(host, step, gradients[i], flat) for i, step in steps.items()]
+                for rule in {step.rule for step in steps.values() if step.rule is not None}:
+                    update_bucket(rule, [u for u in updates if u.param.numel()])
             host.note_changes(steps)
         finally:
             self._note_made(host, steps)
@@ -272,34 +253,10 @@ class InBackward:
         key = host.layout.key
         self._made |= {(key, i): Left.of(host.params[i], [self.optimizer]) for i in updated}
 
-    def _sources(self, host: HostBucket) -> Sources:
-        """The states of the updated parameters, in host memory."""
-        lease = None if self.staging is None else self.staging.states.of(host)
-        return {
-            i: step.in_order() if lease is None else lease.states(step.in_order())
-            for i, step in self.running[host.layout.key].items()
-        }
-
     def visible(self, host: HostBucket) -> list[torch.Tensor]:
         """The user-visible states of the updated parameters."""
-        return self._visible(host, self.running[host.layout.key])
-
-    def _visible(self, host: HostBucket, buffers: Iterable[int]) -> list[torch.Tensor]:
-        """The user-visible states."""
-        states = (self.optimizer.state[host.params[i]] for i in buffers)
+        states = (self.optimizer.state[host.params[i]] for i in self.running[host.layout.key])
         return visible_on_disk(host) or [v for state in states for v in visible(state)]
-
-
-def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:
-    """Finalizer of a backward's end callback."""
-    alive = updates()
-    if alive is not None:
-        alive.dropped(backward)
-
-
-def _is_gone(left: Left, key: int, i: int, buckets: Mapping[int, HostBucket]) -> bool:
-    """True if its bucket no longer has this parameter."""
-    return key not in buckets or buckets[key].params[i] is not left.param
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -323,10 +280,9 @@ def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]])
 
 # Micro-batches before the last: no step follows their backward. Only the training loop knows them.
 # `megacompile.accumulate(model)` marks them for one model. Loops that count micro-batches keep the
-# count in their own state, which the sources below read. If a source wrongly reports another
-# backward, `optimizer.step()` updates from gradients on the host, which costs time and memory; with
-# replicas, whose sum was deferred to the missing backward, it raises. So a source may err on this
-# side, but never on the other.
+# count in their own state. If it wrongly reports another backward, `optimizer.step()` updates from
+# gradients on the host, which costs time and memory; with replicas, whose sum was deferred to the
+# missing backward, it raises. So it may err on this side, but never on the other.
 
 
 class MicroSteps:
@@ -337,22 +293,10 @@ class MicroSteps:
 
     @property
     def more(self) -> bool:
-        """True if another backward comes before the step."""
-        return self.marked or more_to_come()
+        """True if another backward comes before the step.
 
-
-def more_to_come() -> bool:
-    """True if a training loop reports another backward before its next step."""
-    return any(source() for source in SOURCES)
-
-
-def _accelerate() -> bool:
-    """Accelerate's `GradientState`, one per process.
-
-    `Accelerator.accumulate()` sets it, and so do the loops of Trainer and its subclasses.
-    """
-    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    return state is not None and not state().sync_gradients
-
-
-SOURCES: tuple[Callable[[], bool], ...] = (_accelerate,)
+        `Accelerator.accumulate()` sets Accelerate's `GradientState`, one per process, and so do the
+        loops of Trainer and its subclasses.
+        """
+        state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+        return self.marked or (state is not None and not state().sync_gradients)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -18,11 +17,9 @@ from megacompile.errors import OptimizerError
 from megacompile.runtime.device.background import OVER, Completion
 from megacompile.runtime.device.buffers import DiskBuffer
 from megacompile.runtime.device.pool import Buffer, HostBudget, Lease, Lender
-from megacompile.runtime.disk.transfers import Request
-from megacompile.runtime.optim.rule import State
+from megacompile.runtime.disk.transfers import FileSpan, Request
+from megacompile.runtime.optim.rule import State, map_state
 from megacompile.runtime.params.host_bucket import HostBucket
-
-Parts = Sequence[tuple[int, int]]  # bytes of a lease: from, to
 
 
 class BucketLease(Lease):
@@ -32,7 +29,6 @@ class BucketLease(Lease):
         host: the bucket.
         places: the bucket's disk ranges.
         after: the last writes of these ranges.
-        gaps: bytes without values; zeroed before the write to the disk.
         prefetch: True for a prefetch, which the issuing thread waits for; False for an update.
     """
 
@@ -42,7 +38,6 @@ class BucketLease(Lease):
         host: HostBucket,
         places: Sequence[DiskBuffer],
         after: Sequence[Completion] = (),
-        gaps: Parts = (),
         *,
         prefetch: bool = False,
     ) -> None:
@@ -50,11 +45,10 @@ class BucketLease(Lease):
         super().__init__(pool, self._offsets[-1], after)
         self.host = host
         self.places = tuple(places)
-        self.gaps = gaps
         self.prefetch = prefetch
         self.ready = Completion(future=Future())  # without a read: set when lent
         self.write: Request | None = None  # the buffer is free after it
-        self.given_up = self.over = False
+        self.given_up = False
         self._starts = [torch.frombuffer(b, dtype=torch.uint8).data_ptr() for b in places]
 
     @property
@@ -65,6 +59,10 @@ class BucketLease(Lease):
     def place(self, i: int = 0) -> torch.Tensor:
         """The memory for a disk range: flat, uint8."""
         return self.bytes()[self._offsets[i] : self._offsets[i + 1]]
+
+    def spans(self) -> list[FileSpan]:
+        """The disk ranges with their memory."""
+        return [place.span(functools.partial(self.place, i)) for i, place in enumerate(self.places)]
 
     def wait(self) -> None:
         """Wait until the buffer is filled.
@@ -114,12 +112,7 @@ class BucketLease(Lease):
 
     def states(self, states: Sequence[State | None]) -> tuple[State | None, ...]:
         """`tensor` for each state."""
-        return tuple(map(self._state, states))
-
-    def _state(self, state: State | None) -> State | None:
-        if isinstance(state, tuple):
-            return self.tensor(state[0]), self.tensor(state[1])
-        return None if state is None else self.tensor(state)
+        return tuple([map_state(self.tensor, state) for state in states])
 
 
 class BucketBuffers(Lender):
@@ -128,11 +121,7 @@ class BucketBuffers(Lender):
     Each fits the largest bucket from the start: growing a buffer would need the memory of both,
     because the old one may still be in use.
 
-    Args:
-        device: the device that copies to and from the buffers.
-        name: of the pool's thread.
-        what: names the buffers' content in errors.
-        budget: allocates the buffers.
+    `what` names the buffers' content in errors; for the others see `Lender`.
     """
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
@@ -169,7 +158,7 @@ class BucketBuffers(Lender):
         """The last lease of a bucket that is neither written nor returned."""
         for lease in reversed(list(self._live.values())):
             written = lease.write is not None and lease.write.done()
-            if lease.host is host and not lease.over and not written:
+            if lease.host is host and not written:
                 return lease
         return None
 
@@ -179,7 +168,7 @@ class BucketBuffers(Lender):
             read.held = True
             lease.ready = read
         self._live[id(lease)] = lease
-        self._thread.submit(functools.partial(self._enqueue, lease))
+        self._thread.submit(functools.partial(self._lend, lease))
 
     def write(self, lease: BucketLease, request: Request) -> None:
         """Return the buffer once a write of its content has completed."""
@@ -197,21 +186,13 @@ class BucketBuffers(Lender):
 
     def give_up(self, left: Iterable[BucketLease]) -> None:
         """Cancel leases of a failed run, when no copy uses them."""
-        over = threading.Event()
-        self._thread.submit(functools.partial(self._give_up, left, over))
-        over.wait()
+        self._thread.call(functools.partial(self._give_up, left))
 
     # Only the pool's thread runs the following methods; Ctrl-C does not interrupt it.
 
-    def _enqueue(self, lease: BucketLease) -> None:
-        self._waiting.append(lease)
-        self._lend()
-
     def _take_back(self, lease: BucketLease, used: Completion) -> None:
-        if lease.over:
+        if self._live.pop(id(lease), None) is None:
             return
-        lease.over = True
-        self._live.pop(id(lease), None)
         buffer, lease.buffer = lease.buffer, None  # the lease's holder must not keep it alive
         if buffer is not None:
             buffer.used = used
@@ -227,7 +208,7 @@ class BucketBuffers(Lender):
                 buffer.used.wait()
                 self._free[at] = None
 
-    def _give_up(self, left: Iterable[BucketLease], over: threading.Event) -> None:
+    def _give_up(self, left: Iterable[BucketLease]) -> None:
         for lease in left:
             lease.given_up = True
             if lease in self._waiting:
@@ -236,46 +217,42 @@ class BucketBuffers(Lender):
             elif lease.read is not None and lease.buffer is not None:
                 lease.read.finish()
             self._take_back(lease, OVER)
-        over.set()
 
-    def _lend(self) -> None:
+    def _lend(self, *new: BucketLease) -> None:
+        self._waiting += new
         while self._waiting and self._free:
             lease, error = self._waiting[0], None
             try:
                 for work in lease.after:
                     work.wait()
                 lease.buffer = self._take(lease)
-                for begin, end in lease.gaps:
-                    lease.place()[begin:end].zero_()
             except BaseException as failed:
                 error = failed
             self._waiting.popleft()
             lease.begin(error)
 
     def _reserve(self) -> None:
-        what = f"a buffer for {self.what} on a disk"
-        for at, buffer in enumerate(list(self._free)):
-            if buffer is None or buffer.size_bytes < self.size_bytes:
-                if buffer is not None:
-                    buffer.used.wait()
-                buffer = None
-                self._free[at] = None
-                self._free[at] = self._new(self.size_bytes, what)
+        for at in range(len(self._free)):
+            self._fitting(at, self.size_bytes, f"a buffer for {self.what} on a disk")
+
+    def _fitting(self, at: int, size_bytes: int, what: str) -> Buffer:
+        """The free buffer at a position. One that is too small is freed before its successor is
+        allocated."""
+        buffer = self._free[at]
+        if buffer is None or buffer.size_bytes < size_bytes:
+            if buffer is not None:
+                buffer.used.wait()
+            self._free[at] = buffer = None
+            self._free[at] = buffer = self._new(max(size_bytes, self.size_bytes), what)
+        return buffer
 
     def _take(self, lease: BucketLease) -> Buffer:
         """A free buffer, preferably one that no copy uses."""
-        free = list(self._free)  # `require` adds to its end
-        at = next((i for i, each in enumerate(free) if each is None or each.used is OVER), None)
-        if at is None:
-            at = next((i for i, each in enumerate(free) if each and each.used.done()), 0)
-        buffer = free.pop(at)
-        free.clear()
-        if buffer is not None:
-            buffer.used.wait()
-        if buffer is None or buffer.size_bytes < lease.size_bytes:
-            buffer = None
-            self._free[at] = None
-            what = f"a buffer for the {self.what} of {lease.host.layout.name!r} on a disk"
-            buffer = self._new(max(lease.size_bytes, self.size_bytes), what)
+        free = (i for i, b in enumerate(list(self._free)) if b is None or b.used.done())
+        at = next(free, 0)  # `require` adds to its end
+        del free  # it holds the buffers
+        what = f"a buffer for the {self.what} of {lease.host.layout.name!r} on a disk"
+        buffer = self._fitting(at, lease.size_bytes, what)
+        buffer.used.wait()
         del self._free[at]
         return buffer

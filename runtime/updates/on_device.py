@@ -13,9 +13,11 @@ any other change that `fits` detects.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,22 +31,20 @@ from megacompile.runtime.params.guards import is_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.device_buffers import (
+from megacompile.runtime.updates.parameter import (
+    Pairs,
+    ParamUpdate,
     Sources,
     Timed,
     UpdateBuffers,
-    copy_in_chunks,
-    fetch,
     fulfil_update,
-    make_buffers,
     params_back,
     states_back,
 )
-from megacompile.runtime.updates.parameter import ParamUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceUpdate:
+class UpdateOffer:
     """An offer to `optimizer.step()`: one bucket's gradients, parameters and states on the
     device."""
 
@@ -61,7 +61,7 @@ class DeviceUpdate:
         backward."""
         return (
             {step.index for step in steps} == self.buffers.value.keys()
-            and all(s.intact and _same(s.in_order(), self.sources[s.index]) for s in steps)
+            and all(s.intact and _ids(s.in_order()) == _ids(self.sources[s.index]) for s in steps)
             and self.versions == _versions(self.host, self.buffers.value, self.visible)
         )
 
@@ -73,23 +73,15 @@ class DeviceUpdate:
     def bring_back(
         self, updated: torch.cuda.Event | None, thread: Background, timed: Timed
     ) -> InFlight | None:
-        """Copy the new values to the host.
-
-        Args:
-            updated: recorded after the update.
-            thread: issues the copies.
-            timed: runs the copies and records their times.
-
-        Returns:
-            The work in flight; None on the CPU, where the copies are already done.
-        """
+        """Copy the new values to the host by a thread, after the event `updated`. Returns the work
+        in flight; None on the CPU, where the copies are already done."""
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
         flying = None
         if queue is None or updated is None:  # the CPU
             timed(Stream.D2H.value, functools.partial(_copy, self._back(buffers)))
         else:
-            copy = functools.partial(copy_in_chunks, self._back(buffers), queue, updated)
+            copy = functools.partial(_copy_in_chunks, self._back(buffers), queue, updated)
             fresh = {i: buffer.streamed for i, buffer in buffers.items()}
             future: Future[None] = Future()
             flying = InFlight(future=future, fresh=fresh)
@@ -106,7 +98,7 @@ class DeviceUpdate:
         host.note_changes(buffers)
         return flying
 
-    def _back(self, buffers: UpdateBuffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _back(self, buffers: UpdateBuffers) -> Pairs:
         yield from params_back(self.host, buffers)
         yield from states_back(buffers, self.sources)
 
@@ -119,10 +111,6 @@ class _Learned:
     visible: tuple[torch.Tensor, ...]  # the user-visible states
     owner: ref[Optimizer]
     memory: ref[StateMemory]  # the states' memory
-
-    def of(self, host: HostBucket) -> bool:
-        """True if these are still this bucket's states in place, and the optimizer is alive."""
-        return self.memory() is host.states and self.owner() is not None
 
 
 class DeviceUpdates:
@@ -150,20 +138,13 @@ class DeviceUpdates:
             sources = {s.index: s.in_order() for s in steps}
             self._learned[key] = _Learned(sources, tuple(visible), ref(owner), ref(host.states))
 
-    def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> UpdateBuffers:
-        """Allocate memory for a bucket's parameters and states; empty if the states are unknown."""
+    def sources(self, host: HostBucket, trained: Sequence[int]) -> Sources:
+        """The states for an update of these parameters, page-locked; empty if they are unknown."""
         learned = self._of(host)
         if learned is None or learned.sources.keys() != set(trained):
             return {}
         host.states.lock(learned.owner())
-        return make_buffers(host, learned.sources, self.streams.device, masters=masters)
-
-    def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
-        """Copy parameters and states to the device."""
-        learned = self._of(host)
-        if learned is not None:
-            fetch(host, buffers, learned.sources, masters=masters)
-        return buffers
+        return learned.sources
 
     def keep(self, host: HostBucket, gradients: Handle, buffers: Handle) -> bool:
         """Offer a bucket to the next step; returns False if the step could not use it."""
@@ -174,7 +155,7 @@ class DeviceUpdates:
         if any(map(host.aliased, buffers.value)) or any(map(is_shared, visible)):
             return False  # aliases may bypass the guards
         versions = _versions(host, buffers.value, visible)
-        left = DeviceUpdate(self.streams, gradients, buffers, sources, visible, host, versions)
+        left = UpdateOffer(self.streams, gradients, buffers, sources, visible, host, versions)
         host.pending.offer(left, list(buffers.value), visible)
         return True
 
@@ -190,17 +171,48 @@ class DeviceUpdates:
         self._learned.clear()
 
     def _of(self, host: HostBucket) -> _Learned | None:
-        """The known states of a bucket; outdated ones are dropped."""
-        learned = self._learned.get(host.layout.key)
-        if learned is not None and not learned.of(host):
-            del self._learned[host.layout.key]
-            return None
-        return learned
+        """The known states of a bucket, if they are still in place and their optimizer is alive;
+        outdated ones are dropped."""
+        found = self._learned.get(host.layout.key)
+        if found is None or (found.memory() is host.states and found.owner() is not None):
+            return found
+        del self._learned[host.layout.key]
+        return None
 
 
-def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _copy(pairs: Pairs) -> None:
     for on_device, on_host in pairs:
         on_host.copy_(on_device)
+
+
+_COPY_BYTES = 64 * 2**20  # per chunk; about a millisecond of the link
+
+
+def _copy_in_chunks(pairs: Pairs, queue: torch.cuda.Stream, after: torch.cuda.Event) -> None:
+    """Copy to page-locked host memory on the stream `queue`, after `after`, and wait.
+
+    [Note: small chunks] The device-to-host copy engine is first in, first out across all streams: a
+    `loss.item()` waits for all copies issued before it. So a thread issues the copies in chunks,
+    three at a time. It sleeps until one completes instead of spinning, because host updates need
+    the core.
+    """
+    under_way: deque[torch.cuda.Event] = deque()
+    with torch.cuda.stream(queue), torch.no_grad():
+        queue.wait_event(after)  # read after write
+        for on_device, on_host in pairs:
+            numel = _COPY_BYTES // on_device.itemsize
+            for source, target in zip(on_device.split(numel), on_host.split(numel), strict=True):
+                target.copy_(source, non_blocking=True)
+                under_way.append(_event(queue))
+                if len(under_way) > 2:
+                    under_way.popleft().synchronize()
+        _event(queue).synchronize()
+
+
+def _event(queue: torch.cuda.Stream) -> torch.cuda.Event:
+    event: Any = torch.cuda.Event(blocking=True)
+    event.record(queue)
+    return event  # type: ignore[no-any-return]
 
 
 def _versions(
@@ -212,13 +224,42 @@ def _versions(
     )
 
 
-def _same(states: Sequence[object], others: Sequence[object]) -> bool:
-    """True if they are identical tensors, or pairs of tensors."""
-    return len(states) == len(others) and all(
-        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and all(map(_is, a, b)))
-        for a, b in zip(states, others, strict=True)
-    )
+def _ids(states: Iterable[object]) -> list[int]:
+    """The identities of states' tensors; a state may be a pair of tensors."""
+    return [id(t) for state in states for t in (state if isinstance(state, tuple) else (state,))]
 
 
-def _is(a: object, b: object) -> bool:
-    return a is b
+# Device memory that copies to the host still read: `defer_free` keeps it, `drain` frees it. Without
+# a forward that drains it, it is freed when other memory is deferred.
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """Device memory that a copy to the host may still read."""
+
+    value: Any
+    copied: torch.cuda.Event
+    owner: torch.cuda.Stream  # the memory's stream in the caching allocator
+    forget: Callable[[], None] = lambda: None  # called when it is freed
+
+
+class DeferredFrees:
+    """Keeps memory until the copies from it are done or awaited."""
+
+    def __init__(self) -> None:
+        self._entries: list[Deferred] = []
+
+    def add(self, entry: Deferred) -> None:
+        """Keep memory, and free entries whose copies are done."""
+        waiting = [entry]
+        for earlier in reversed(self._entries):
+            if earlier.copied.query():
+                earlier.forget()
+            else:
+                waiting.insert(0, earlier)
+        self._entries = waiting
+
+    def take(self) -> list[Deferred]:
+        """Take all entries: the caller waits for the copies and frees the memory."""
+        taken, self._entries = self._entries, []
+        return taken

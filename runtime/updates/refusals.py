@@ -2,7 +2,7 @@
 
 An update runs in the background, bucket by bucket, or in a backward, stage by stage. An error there
 would leave half of the parameters updated. Possible causes are an option of a parameter group
-(`check_options`), a loaded or assigned state (`check_state`), and anything else that torch.optim's
+(`check_options`), a loaded or assigned state (`_check_state`), and anything else that torch.optim's
 own step rejects, which a rehearsal on tensors of a few elements detects (`rehearse`). Values that
 torch.optim's step accepts, such as a negative lr, are accepted here too.
 """
@@ -27,17 +27,7 @@ from megacompile.runtime.updates.update import BucketUpdate
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
-
-# Errors that torch.optim's steps raise.
-_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_REMEMBERED = 256  # rehearsals
 
 
 def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
@@ -74,15 +64,12 @@ def check(
     groups = {id(each.group): each.group for trained in found.values() for each in trained}
     check_options(where, optimizer, groups.values())
     rule = rule_of(optimizer)
-    moments = {}
-    if rule is not None:
-        moments = {key: rule.state_names(group) for key, group in groups.items()}
+    names = {} if rule is None else {key: rule.state_names(group) for key, group in groups.items()}
     for key, trained in found.items():
         for each in trained:
-            param, at, group, state = each
-            usual = rule is not None and _is_usual(rule, param, state, moments[id(group)])
-            if state and not usual:
-                check_state(where, optimizer, buckets[key].layout.params[at].name, each)
+            state = each.state
+            if state and not (rule and _is_usual(rule, each.param, state, names[id(each.group)])):
+                _check_state(where, optimizer, buckets[key].layout.params[each.at].name, each)
 
 
 def _is_usual(
@@ -106,12 +93,8 @@ def _is_usual(
 
 
 def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> None:
-    """Refuse options and states that a backward's updates would reject, before the first update.
-
-    Args:
-        optimizer: the optimizer of the backward's updates.
-        buckets: all buckets of the model, because other captured graphs may be part of the
-            backward.
+    """Refuse options and states that a backward's updates would reject, before the first update:
+    in all buckets of the model, because other captured graphs may be part of the backward.
 
     Raises:
         OptimizerError: as in `check`, or a parameter is not in the optimizer.
@@ -132,13 +115,9 @@ def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> N
                     "optimizer.add_param_group({'params': [...]}), or freeze it "
                     "(requires_grad_(False))"
                 )
+    where = f"backward(), with the {type(optimizer).__name__} of optimizer="
     with unguarded():
-        check(
-            f"backward(), with the {type(optimizer).__name__} of optimizer=",
-            optimizer,
-            buckets,
-            found,
-        )
+        check(where, optimizer, buckets, found)
 
 
 def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
@@ -152,128 +131,76 @@ def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, A
     for group in groups:
         for option in kind.options:
             value = group.get(option.name, _MISSING)
-            if not option.fits(value):
-                _refuse_option(where, optimizer, group, option.name, value, option.needed)
+            if option.fits(value):
+                continue
+            (n,) = [n for n, each in enumerate(optimizer.param_groups) if each is group]
+            name = option.name
+            has = (
+                f"no {name}" if value is _MISSING else f"{name}={value!r} ({type(value).__name__})"
+            )
+            raise OptimizerError(
+                f"{where}: param_groups[{n}] has {has}; needed {option.needed}; nothing was "
+                f"updated: set optimizer.param_groups[{n}][{name!r}], and call it again"
+            )
 
 
-def _refuse_option(
-    where: str, optimizer: Optimizer, group: dict[str, Any], name: str, got: Any, needed: str
-) -> None:
-    number = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
-    has = f"no {name}" if got is _MISSING else f"{name}={got!r} ({type(got).__name__})"
-    raise OptimizerError(
-        f"{where}: param_groups[{number}] has {has}; needed {needed}; nothing was updated: set "
-        f"optimizer.param_groups[{number}][{name!r}], and call it again"
-    )
-
-
-def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -> None:
-    """Raise if an update cannot continue from a parameter's optimizer state.
-
-    Args:
-        where: names the call in errors.
-        optimizer: the owner of the state.
-        name: the parameter's name.
-        trained: the parameter; a new state is empty.
-
-    Raises:
-        OptimizerError: names the parameter and the state.
-    """
+def _check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -> None:
+    """Raise if an update cannot continue from a parameter's optimizer state, which is not empty."""
     param, _, group, state = trained
     kind = known(type(optimizer))
     assert kind is not None
-    if not state:
-        return
+    wrong = {}
     for key, shape in kind.shapes(group, param.shape, state):
         value = state.get(key, _MISSING)
-        wrong = ""
         if value is _MISSING:
-            wrong = "is missing" + kind.because(key)
+            wrong[key] = "is missing" + kind.because(key)
         elif not isinstance(value, torch.Tensor):
-            wrong = f"is a {type(value).__name__}; needed a tensor of shape {tuple(shape)}"
+            wrong[key] = f"is a {type(value).__name__}; needed a tensor of shape {tuple(shape)}"
         elif value.shape != shape:
-            wrong = f"has shape {tuple(value.shape)}; needed {tuple(shape)}"
+            wrong[key] = f"has shape {tuple(value.shape)}; needed {tuple(shape)}"
         elif not value.is_floating_point() or value.layout is not torch.strided:
-            wrong = f"is {value.dtype}, {value.layout}; needed a dense floating-point tensor"
-        if wrong:
-            _refuse_state(where, name, key, wrong)
-    if "step" in state:
-        if not is_number(state["step"]):
-            _refuse_state(where, name, "step", f"is {state['step']!r}; needed one number")
-    elif kind.counts:
-        _refuse_state(where, name, "step", "is missing")
+            wrong[key] = f"is {value.dtype}, {value.layout}; needed a dense floating-point tensor"
+    if "step" not in state and kind.counts:
+        wrong["step"] = "is missing"
+    elif "step" in state and not is_number(state["step"]):
+        wrong["step"] = f"is {state['step']!r}; needed one number"
+    for key, text in wrong.items():
+        raise OptimizerError(
+            f"{where}: the state {key!r} of parameter {name!r} {text}; nothing was updated: load a "
+            "checkpoint of this model and optimizer, or reset the state of this parameter: "
+            "del optimizer.state[param]"
+        )
 
 
-def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:
-    raise OptimizerError(
-        f"{where}: the state {state!r} of parameter {param!r} {wrong}; nothing was updated: load a "
-        "checkpoint of this model and optimizer, or reset the state of this parameter: "
-        "del optimizer.state[param]"
-    )
+def rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, well: set[object]) -> None:
+    """Run torch.optim's own step on small stand-in tensors before a prepared update that uses it.
 
+    Args:
+        well: keys of rehearsals that succeeded, which are not repeated: the class, the options, and
+            metadata of a parameter, its gradient and its states.
 
-class Rehearsals:
-    """Runs torch.optim's own step on small stand-in tensors before an update that uses it.
-
-    A rehearsal that succeeded is not repeated for the same class, options, and metadata of the
-    parameter, its gradient and its states.
+    Raises:
+        OptimizerError: the step raised; includes its error.
     """
-
-    def __init__(self) -> None:
-        self._well: set[object] = set()  # keys of successful rehearsals
-        self._of_step: set[object] = set()  # the kinds of parameters seen in this step
-
-    def of_step(self) -> Rehearsals:
-        """Start a step."""
-        self._of_step.clear()
-        if len(self._well) > _REMEMBERED:
-            self._well.clear()
-        return self
-
-    def rehearse(
-        self, where: str, optimizer: Optimizer, update: BucketUpdate, trained: Sequence[Trained]
-    ) -> None:
-        """Rehearse an update.
-
-        Args:
-            where: names the call in errors.
-            optimizer: the optimizer of the update.
-            update: the prepared update.
-            trained: its parameters, in the order of its steps.
-
-        Raises:
-            OptimizerError: the step raised; includes its error.
-        """
-        if update.backend.by_rule:
-            return
-        for step, each in zip(update.steps, trained, strict=True):
-            value = update.bucket.values[step.index]
-            states = tuple([(name, _kind(state)) for name, state in step.states.items()])
-            looks = (value.dtype, step.grad.dtype, value.dim(), states)
-            kind = (id(each.group), looks)
-            if kind in self._of_step:
-                continue
-            self._of_step.add(kind)
-            options = _frozen(step.group)
-            known = (type(optimizer), options, looks)
-            if options is not None and known in self._well:
-                continue
+    if update.backend.by_rule:
+        return
+    kinds: dict[tuple[int, tuple[object, ...]], ParamUpdate] = {}
+    for step in update.steps:
+        value = update.bucket.values[step.index]
+        states = [
+            (name, getattr(state, "dtype", type(state)), getattr(state, "ndim", 0))
+            for name, state in step.states.items()
+        ]
+        kind = (value.dtype, step.grad.dtype, value.dim(), *states)
+        kinds.setdefault((id(step.group), kind), step)
+    for (_, looks), step in kinds.items():
+        options = tuple([(name, type(v), repr(v)) for name, v in step.group.items()])
+        known = (type(optimizer), options, looks)
+        if known not in well:
             _rehearse(where, optimizer, update, step)
-            if options is not None:
-                self._well.add(known)
-
-
-def _frozen(options: Mapping[str, Any]) -> object:
-    """Options as a key; None if a value is mutable."""
-    for value in options.values():
-        items = value if type(value) is tuple else (value,)
-        if not _CONSTANTS.issuperset(map(type, items)):
-            return None
-    return tuple([(name, type(value), repr(value)) for name, value in options.items()])
-
-
-_CONSTANTS = frozenset((bool, int, float, str, type(None)))
-_REMEMBERED = 256
+            if len(well) > _REMEMBERED:
+                well.clear()
+            well.add(known)
 
 
 def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: ParamUpdate) -> None:
@@ -291,17 +218,13 @@ def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: Para
     try:
         with torch.no_grad():
             run_stock(type(optimizer), [standin], {0: _stand_in(value)})
-    except _ERRORS as error:
+    except Exception as error:
         name = update.bucket.layout.params[step.index].name
         raise OptimizerError(
             f"{where}: torch.optim's own step rejects parameter {name!r} with "
             f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
             "parameter group, or its state, and call it again"
         ) from error
-
-
-def _kind(state: Any) -> object:
-    return (state.dtype, state.dim()) if isinstance(state, torch.Tensor) else type(state)
 
 
 def _stand_in(tensor: Any) -> Any:

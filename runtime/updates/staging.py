@@ -17,32 +17,25 @@ See [Note: coherence] in `runtime/disk/scratch.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from megacompile.errors import DiskError, OptimizerError
-from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops import Part
 from megacompile.ir.plan import Plan
 from megacompile.runtime.device.buffers import DiskBuffer
 from megacompile.runtime.device.pool import HostBudget, Lease
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.disk.transfers import Disk, FileSpan, Way
+from megacompile.runtime.disk.transfers import Disk, FileSpan, Request, Way
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.leases import BucketBuffers, BucketLease, Parts
+from megacompile.runtime.updates.leases import BucketBuffers, BucketLease
+
+Parts = Sequence[tuple[int, int]]  # bytes of a bucket: from, to
 
 
 class Staging:
-    """The staging buffers for the states and parameters of one model.
-
-    Args:
-        disk: the disk that holds them.
-        device: the device that copies to and from the buffers.
-        budget: allocates the buffers.
-    """
+    """The staging buffers for the states and parameters of one model on a disk."""
 
     def __init__(self, disk: Disk, device: torch.device, budget: HostBudget) -> None:
         self.disk = disk
@@ -83,8 +76,6 @@ class Staging:
         for pool, leases in left:
             pool.give_up(leases)
 
-    # States.
-
     def read_states(self, host: HostBucket, what: str) -> BucketLease | None:
         """Read a bucket's states into memory; None if none are on the disk.
 
@@ -94,15 +85,46 @@ class Staging:
         if not buffers or not all(buffer.ours for buffer in buffers):
             return None
         lease = BucketLease(self.states, host, buffers)
-        self.states.lend(lease, self.disk.request(Way.READ, _spans(lease), what))
+        self.states.lend(lease, self.disk.request(Way.READ, lease.spans(), what))
+        return lease
+
+    def read(
+        self, host: HostBucket, params: Iterable[int] | None, after: Sequence[Handle], what: str
+    ) -> BucketLease | None:
+        """Read a bucket into memory; None if it is in memory already.
+
+        Args:
+            params: of a host update; None: all, for a prefetch.
+            after: the handles that the read waits for.
+            what: names the request in errors.
+        """
+        if not _is_ours(host):
+            return None
+        place, unit = place_of(host), self.disk.file.alignment
+        parts: Parts = [(0, len(place))]
+        if params is not None:
+            parts = _joined(
+                (begin // unit * unit, -(-end // unit) * unit) for begin, end in _runs(host, params)
+            )
+        pool = self.prefetches if params is None else self.updates
+        writes = [h for h in after if not isinstance(h.value, Lease)]  # leases are ordered already
+        waits = [h.host for h in writes if h.host is not None]
+        lease = BucketLease(pool, host, [place], waits, prefetch=params is None)
+        spans = [place.part(begin, end, lease.place) for begin, end in parts]
+        pool.lend(lease, self.disk.request(Way.READ, spans, what))
+        return lease
+
+    def take(self, host: HostBucket) -> BucketLease | None:
+        """Lease a buffer for new parameters from the device; None as for `read`."""
+        if not _is_ours(host):
+            return None
+        lease = BucketLease(self.updates, host, [place_of(host)])
+        self.updates.lend(lease)
+        lease.wait()
         return lease
 
     def write_states(
-        self,
-        lease: BucketLease,
-        what: str,
-        first: InFlight | None,
-        before: Callable[[], None],
+        self, lease: BucketLease, what: str, first: InFlight | None, before: Callable[[], None]
     ) -> InFlight:
         """Write new states to the disk.
 
@@ -115,57 +137,12 @@ class Staging:
         Returns:
             The work in flight; the caller starts its request.
         """
-        ready = functools.partial(_ready, before, lease)
-        request = self.disk.request(Way.WRITE, _spans(lease), what, ready)
-        self.states.write(lease, request)
-        request.explained = functools.partial(_torn, lease.host, Part.STATES)
-        return (first or InFlight()).then(states=request)
-
-    # Parameters.
-
-    def read(self, host: HostBucket, after: Sequence[Handle], what: str) -> BucketLease | None:
-        """Read a bucket into memory for a prefetch; None if it is in memory already."""
-        if not _is_ours(host):
-            return None
-        return self._read(self.prefetches, host, [(0, len(place_of(host)))], after, what)
-
-    def read_trained(
-        self, host: HostBucket, params: Sequence[int], after: Sequence[Handle], what: str
-    ) -> BucketLease | None:
-        """Read some of a bucket's parameters for a host update; None as for `read`."""
-        if not _is_ours(host):
-            return None
-        unit = self.disk.file.alignment
-        whole = _joined(
-            (begin // unit * unit, -(-end // unit) * unit) for begin, end in _runs(host, params)
+        torn = (
+            "optimizer.step(): the new states of {name!r} were not written to the disk completely "
+            "({error}); its parameters are updated and its states are torn: load a checkpoint"
         )
-        return self._read(self.updates, host, whole, after, what)
-
-    def _read(
-        self,
-        pool: BucketBuffers,
-        host: HostBucket,
-        parts: Parts,
-        after: Sequence[Handle],
-        what: str,
-    ) -> BucketLease:
-        place = place_of(host)
-        writes = [h for h in after if not isinstance(h.value, Lease)]  # leases are ordered already
-        waits = [h.host for h in writes if h.host is not None]
-        lease = BucketLease(pool, host, [place], waits, prefetch=pool is self.prefetches)
-        spans = [place.part(begin, end, lease.place) for begin, end in parts]
-        pool.lend(lease, self.disk.request(Way.READ, spans, what))
-        return lease
-
-    def take(self, host: HostBucket, params: Iterable[int]) -> BucketLease | None:
-        """Lease a buffer for new parameters from the device; None as for `read`."""
-        if not _is_ours(host):
-            return None
-        gaps = list(_gaps(host.layout, _runs(host, params), set(params)))
-        lease = BucketLease(self.updates, host, [place_of(host)], gaps=gaps)
-        self.updates.lend(lease)
-        lease.wait()
-        return lease
+        request = self._write(self.states, lease, lease.spans(), what, before, torn)
+        return (first or InFlight()).then(states=request)
 
     def write(
         self,
@@ -178,46 +155,41 @@ class Staging:
         """Write new parameters to the disk, like `write_states`.
 
         Args:
-            lease: the parameters in memory.
             params: the trained ones; see [Note: parts of a bucket].
-            what: names the request in errors.
-            first: the work that computes the parameters.
-            before: waits for that work.
         """
         spans = list(_to_write(lease, _runs(lease.host, params), self.disk.file.alignment))
-        ready = functools.partial(_ready, before, lease)
-        request = self.disk.request(Way.WRITE, spans, what, ready)
-        self.updates.write(lease, request)
-        request.explained = functools.partial(_torn, lease.host, Part.WEIGHTS)
-        return (first or InFlight()).then(weights=request)
-
-
-def _spans(lease: BucketLease) -> list[FileSpan]:
-    return [at.span(functools.partial(lease.place, i)) for i, at in enumerate(lease.places)]
-
-
-def _ready(before: Callable[[], None], lease: BucketLease) -> None:
-    before()
-    lease.wait()
-
-
-def _torn(host: HostBucket, part: Part, error: BaseException) -> BaseException:
-    """The error for new values of a bucket that were not written completely."""
-    if not isinstance(error, DiskError):
-        return error
-    name = host.layout.name
-    if part is Part.STATES:
-        explained = OptimizerError(
-            f"optimizer.step(): the new states of {name!r} were not written to the disk completely "
-            f"({error}); its parameters are updated and its states are torn: load a checkpoint"
-        )
-    else:
-        explained = OptimizerError(
-            f"the new parameters of {name!r} were not written to the disk completely ({error}); "
+        torn = (
+            "the new parameters of {name!r} were not written to the disk completely ({error}); "
             "they are torn: load a checkpoint"
         )
-    explained.__cause__ = error
-    return explained
+        request = self._write(self.updates, lease, spans, what, before, torn)
+        return (first or InFlight()).then(weights=request)
+
+    def _write(
+        self,
+        pool: BucketBuffers,
+        lease: BucketLease,
+        spans: Sequence[FileSpan],
+        what: str,
+        before: Callable[[], None],
+        torn: str,
+    ) -> Request:
+        def ready() -> None:
+            before()
+            lease.wait()
+
+        def explained(error: BaseException) -> BaseException:
+            if not isinstance(error, DiskError):
+                return error
+            raised = OptimizerError(torn.format(name=name, error=error))
+            raised.__cause__ = error
+            return raised
+
+        name = lease.host.layout.name
+        request = self.disk.request(Way.WRITE, spans, what, ready)
+        pool.write(lease, request)
+        request.explained = explained
+        return request
 
 
 def place_of(host: HostBucket) -> DiskBuffer:
@@ -257,20 +229,6 @@ def _joined(parts: Iterable[tuple[int, int]]) -> Parts:
             end = max(end, last)
         joined.append((begin, end))
     return joined
-
-
-def _gaps(layout: Bucket, runs: Parts, params: set[int]) -> Iterator[tuple[int, int]]:
-    """The bytes of the runs outside of parameters."""
-    for begin, end in runs:
-        at = begin
-        for i in sorted(params):
-            place = layout.params[i]
-            if begin <= place.offset_bytes < end and place.size_bytes:
-                if at < place.offset_bytes:
-                    yield at, place.offset_bytes
-                at = place.offset_bytes + place.size_bytes
-        if at < end:
-            yield at, end
 
 
 def _to_write(lease: BucketLease, runs: Parts, unit: int) -> Iterator[FileSpan]:

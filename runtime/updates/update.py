@@ -4,10 +4,9 @@ A backend is the code of an update:
 
     STOCK            torch.optim's own step on the bucket's tensors; bitwise the plain loop
     STOCK_ON_DEVICE  the same on device copies, one parameter at a time, such as Muon's products
-    FUSED            torch.optim's fused CPU kernels: one pass over memory, no C++ compiler
     COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: also one pass
-    TORCH            the rule's twin in eager mode: until COMPILED is ready (see `compiled`), or
-                     without a C++ compiler for updates that FUSED does not support
+    TORCH            the rule's twin in eager mode: until COMPILED is ready (see `compiled`), and
+                     without a C++ compiler if dtypes differ, which torch.optim does not support
     KERNEL           the rule's kernel, bitwise equal to its twin (`optim.kernels`)
 
 A place is where the update runs:
@@ -26,8 +25,8 @@ float32 moments reads 12 bytes per parameter and writes 10.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,21 +34,18 @@ from torch.optim import Optimizer
 
 from megacompile.cost.optimizer import LEAST_HELPED
 from megacompile.ir import ops
-from megacompile.runtime.optim.kernels.entry import update_bucket
 from megacompile.runtime.optim.registry import known
-from megacompile.runtime.optim.rule import OptimizerRule, Update
-from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.rule import OptimizerRule, Update, map_state
+from megacompile.runtime.optim.twin import apply, update_bucket
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.chunks import Chunks
-from megacompile.runtime.updates.compiled import compiled
-from megacompile.runtime.updates.cpp import kind_of
-from megacompile.runtime.updates.on_device import DeviceUpdate
+from megacompile.runtime.updates.compiled import compiled, kind_of
+from megacompile.runtime.updates.on_device import UpdateOffer
 from megacompile.runtime.updates.parameter import (
     ParamUpdate,
     flat,
-    laid_out_as,
     run_stock,
     run_stock_on_device,
+    update_of,
 )
 
 
@@ -58,7 +54,6 @@ class UpdateBackend(enum.Enum):
 
     STOCK = "torch.optim", False
     STOCK_ON_DEVICE = "torch.optim on the device", False
-    FUSED = "torch.optim, fused", False
     COMPILED = "compiled to C++", True
     TORCH = "torch", True
     KERNEL = "kernel", True
@@ -86,54 +81,6 @@ _OPS: dict[UpdatePlace, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Adjacent parameters that one call of a rule updates."""
-
-    rule: OptimizerRule
-    update: Update  # flat; only of the first parameter until `joined`
-    ours: bool  # True if the gradient is in the bucket
-    numel: int  # of all parameters and the padding between them, which stays zero
-
-    @property
-    def several(self) -> bool:
-        """True if it has several elements; a single element would need separate code."""
-        return self.numel > 1
-
-    def reach(self, other: _Run) -> int:
-        """The number of elements of this run joined with the next; 0 if they cannot be joined."""
-        first, second = self.update, other.update
-        if (
-            (self.rule, tuple(first.hyper)) != (other.rule, tuple(second.hyper))
-            or not (self.ours and other.ours and other.numel)
-            or first.seed is not None
-            or any(isinstance(state, tuple) for state in (*first.states, *second.states))
-        ):
-            return 0
-        distance = second.param.data_ptr() - first.param.data_ptr()
-        elements = distance // first.param.itemsize
-        if elements < self.numel:
-            return 0
-        for a, b in zip(_tensors(first), _tensors(second), strict=True):
-            if a is None and b is None:
-                continue
-            if a is None or b is None or a.dtype != b.dtype:
-                return 0
-            if b.data_ptr() - a.data_ptr() != elements * a.itemsize:
-                return 0
-        return elements + other.numel
-
-    def joined(self, bucket: HostBucket) -> _Run:
-        """The run with one update of all its elements."""
-        if self.update.param.numel() == self.numel:
-            return self
-        return replace(self, update=self.update.map(lambda _, t: bucket.span(t, self.numel)))
-
-
-def _tensors(update: Update) -> tuple[Any, ...]:
-    return (update.param, update.grad, update.copy, *update.states)
-
-
 @dataclass(eq=False, slots=True)
 class BucketUpdate:
     """The update of one bucket's parameters, from the step's preparation to its completion."""
@@ -146,7 +93,9 @@ class BucketUpdate:
     indices: Sequence[int]  # of the parameters
     steps: list[ParamUpdate] = field(default_factory=list)  # of the parameters; none if `together`
     together: Callable[[Sequence[BucketUpdate]], None] | None = None  # updates several buckets
-    runs: list[_Run] = field(default_factory=list)  # set by `prepare`, until the update runs
+    runs: list[Update] = field(default_factory=list)
+    """Flat updates, each of one or several parameters; set by `prepare`, until the update runs."""
+    foreign: bool = False  # True if a gradient is not in the bucket; set by `prepare`
     on_device: bool = False  # True if the device may update the host memory
     states: list[torch.Tensor] = field(default_factory=list)  # the user-visible states
     visible: list[torch.Tensor] = field(default_factory=list)
@@ -154,8 +103,15 @@ class BucketUpdate:
     aliased: bool = False  # True if its memory has an alias that cannot be guarded
     first: list[ParamUpdate] = field(default_factory=list)
     """The steps whose states torch.optim's own first step will create."""
-    left: DeviceUpdate | None = None  # the offer that the backward left on the device
+    left: UpdateOffer | None = None  # the offer that the backward left on the device
     _values: dict[int, torch.Tensor] = field(default_factory=dict)  # for parameters from a disk
+
+    @property
+    def rule(self) -> OptimizerRule:
+        """The rule of the optimizer; not of an update by its own code."""
+        rule = self.steps[0].rule
+        assert rule is not None
+        return rule
 
     @property
     def op(self) -> Callable[..., Any]:
@@ -167,7 +123,7 @@ class BucketUpdate:
         """The user-visible name of the backend, or of the place if it is the device."""
         return self.backend.said if self.place is UpdatePlace.HOST else self.place.value
 
-    def take(self, left: DeviceUpdate) -> None:
+    def take(self, left: UpdateOffer) -> None:
         """Use the tensors that the backward left on the device."""
         self.place, self.left = UpdatePlace.DEVICE, left
 
@@ -196,11 +152,23 @@ class BucketUpdate:
     def __call__(self) -> None:
         with torch.no_grad():
             if self.backend.by_rule:
-                self._by_rules()
+                for update in self._take_runs():
+                    if self.backend is UpdateBackend.COMPILED and _has_code(update):
+                        compiled(self.rule)(update)
+                    else:
+                        apply(self.rule, update)
+                return
+            bucket = self.bucket
+            values = {
+                s.index: self._values.get(s.index, bucket.values[s.index]) for s in self.steps
+            }
+            if self.backend is UpdateBackend.STOCK_ON_DEVICE:
+                for step in self.steps:
+                    run_stock_on_device(self.kind, step, values[step.index], self.device)
             else:
-                self._stock()
-
-    # By rule.
+                run_stock(self.kind, self.steps, values)
+            for step in self.steps if bucket.has_copy else ():
+                bucket.streamed[step.index].copy_(bucket.values[step.index])
 
     def prepare(self, done: dict[object, bool]) -> None:
         """Find the runs and their code, in the thread that calls `optimizer.step()`.
@@ -210,35 +178,21 @@ class BucketUpdate:
         """
         if self.place is UpdatePlace.HOST and self.backend.by_rule:
             self.runs = self._runs()
-        for run in self.runs if self.backend is UpdateBackend.COMPILED else ():
-            kind = (run.rule, kind_of(run.update))
-            if run.several and kind not in done:
-                done[kind] = compiled(run.rule).ready(run.update)
-            if run.several and not done[kind]:
-                self.backend = UpdateBackend.TORCH
+        for update in self.runs if self.backend is UpdateBackend.COMPILED else ():
+            if _has_code(update):
+                kind = (self.rule, kind_of(update))
+                if kind not in done:
+                    done[kind] = compiled(self.rule).ready(update)
+                if not done[kind]:
+                    self.backend = UpdateBackend.TORCH
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Redirect the update to copies of parameters and states, such as those read from a
         disk."""
         for step in self.steps:
-            step.states = {
-                name: tuple(map(staged, value))
-                if isinstance(value, tuple)
-                else staged(value)
-                if isinstance(value, torch.Tensor)
-                else value
-                for name, value in step.states.items()
-            }
-
+            step.states = {name: map_state(staged, state) for name, state in step.states.items()}
         self._values = {s.index: staged(self.bucket.values[s.index]) for s in self.steps}
-        self.runs = [
-            replace(run, update=run.update.map(lambda _, tensor: staged(tensor)))
-            for run in self.runs
-        ]
-
-    def _value(self, index: int) -> torch.Tensor:
-        """The tensor that the update changes for a parameter."""
-        return self._values.get(index, self.bucket.values[index])
+        self.runs = [update.map(lambda _, tensor: staged(tensor)) for update in self.runs]
 
     def suits_chunks(self) -> bool:
         """True if the device can update it in chunks and the transfer pays off. Valid after
@@ -247,102 +201,92 @@ class BucketUpdate:
         All tensors must be in the bucket's page-locked memory, not on a disk. Stochastic rounding
         is excluded, because it depends on the position in the whole parameter.
         """
-        eligible = all(run.ours and run.update.seed is None for run in self.runs)
         return (
-            eligible
+            not self.foreign
+            and all(update.seed is None for update in self.runs)
             and self.bucket.disk is None
-            and sum(run.numel for run in self.runs) >= LEAST_HELPED
+            and sum(update.param.numel() for update in self.runs) >= LEAST_HELPED
         )
 
-    def by_chunks(self, chunks: Chunks) -> None:
-        """Run the update on the device, in chunks."""
-        chunks.update((run.rule, run.update) for run in self._take_runs())
+    def by_chunks(self, make: Callable[[OptimizerRule, Iterable[Update]], None]) -> None:
+        """Run the update on the device by `Chunks.update`."""
+        make(self.rule, self._take_runs())
 
-    def _take_runs(self) -> list[_Run]:
+    def _take_runs(self) -> list[Update]:
         runs, self.runs = self.runs, []  # drop views of gradients after the update
         return runs
 
-    def _by_rules(self) -> None:
-        for run in self._take_runs():
-            if self.backend is UpdateBackend.COMPILED and run.several:
-                compiled(run.rule)(run.update)
-            else:
-                apply(run.rule, run.update)
+    def for_kernel(self) -> list[Update]:
+        """The kernel inputs for a resident bucket, without empty parameters."""
+        updates = [update_of(self.bucket, step, step.grad, _dense) for step in self.steps]
+        return [update for update in updates if update.param.numel()]
 
-    def for_kernel(self) -> list[tuple[OptimizerRule, Update]]:
-        """The kernel inputs for a resident bucket."""
-        inputs = []
-        for step in self.steps:
-            assert step.rule is not None
-            update = self._of(step, _dense)
-            if update.param.numel():
-                inputs.append((step.rule, update))
-        return inputs
-
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> list[Update]:
         """The updates. Adjacent ones with equal hyperparameters are merged, because a call costs
         more than the update of a small parameter."""
-        runs: list[_Run] = []
-        last = -2
+        bucket, last = self.bucket, -2
+        runs: list[tuple[Update, int]] = []  # the first of the merged ones, and their elements
         for step in self.steps:
-            run = self._run(step)
-            adjacent = runs and step.index == last + 1  # every parameter between has a gradient
-            last = step.index
-            reach = runs[-1].reach(run) if adjacent else 0
-            if reach:
-                runs[-1] = replace(runs[-1], numel=reach)
-            elif run.numel:
-                runs.append(run)
-        return [run.joined(self.bucket) for run in runs]
-
-    def _run(self, step: ParamUpdate) -> _Run:
-        assert step.rule is not None
-        update = self._of(step, flat)
-        bucket, i = self.bucket, step.index
-        ours = step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
-        return _Run(step.rule, update, ours, update.param.numel())
-
-    def _of(self, step: ParamUpdate, lay: Callable[[torch.Tensor], torch.Tensor]) -> Update:
-        """The update of one parameter, with `lay` applied to its tensors."""
-        bucket, i = self.bucket, step.index
-        value = bucket.values[i]
-        return Update(
-            param=lay(value),
-            grad=lay(laid_out_as(step.grad, value)),
-            states=tuple(lay(s) if isinstance(s, torch.Tensor) else s for s in step.in_order()),
-            hyper=step.hyper,
-            copy=lay(bucket.streamed[i]) if bucket.has_copy else None,
-            seed=step.seed,
-            factor=step.factor,
-        )
-
-    # torch.optim's own step.
-
-    def _stock(self) -> None:
-        bucket = self.bucket
-        if self.backend is UpdateBackend.STOCK_ON_DEVICE:
-            for step in self.steps:
-                run_stock_on_device(self.kind, step, self._value(step.index), self.device)
-        else:
-            run_stock(self.kind, self.steps, {s.index: self._value(s.index) for s in self.steps})
-        for step in self.steps:
-            if bucket.has_copy:
-                bucket.streamed[step.index].copy_(bucket.values[step.index])
+            update, i = update_of(bucket, step, step.grad, flat), step.index
+            numel = update.param.numel()
+            ours = not numel or step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
+            self.foreign = self.foreign or not ours
+            adjacent = runs and ours and i == last + 1  # every parameter between has a gradient
+            last = i if ours else -2
+            if reach := _reach(*runs[-1], update) if adjacent else 0:
+                runs[-1] = (runs[-1][0], reach)
+            elif numel:
+                runs.append((update, numel))
+        return [
+            update if update.param.numel() == numel else _spanned(bucket, update, numel)
+            for update, numel in runs
+        ]
 
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:
-    """Update resident buckets with one kernel launch per rule and signature, because a launch takes
-    the host longer than a layer's update takes the device."""
+    """Update the resident buckets of one step with one kernel launch per signature, because a
+    launch takes the host longer than a layer's update takes the device."""
     if updates[0].together is not None:
         updates[0].together(updates)
         return
-    by_rule: dict[OptimizerRule, list[Update]] = {}
-    for each in updates:
-        for rule, update in each.for_kernel():
-            by_rule.setdefault(rule, []).append(update)
     with torch.no_grad():
-        for rule, together in by_rule.items():
-            update_bucket(rule, together)
+        update_bucket(updates[0].rule, [u for each in updates for u in each.for_kernel()])
+
+
+def _has_code(update: Update) -> bool:
+    """False for a single element, which would need separate code."""
+    return update.param.numel() > 1
+
+
+def _reach(first: Update, numel: int, second: Update) -> int:
+    """The number of elements of an update and its neighbours, together `numel`, and the next one,
+    with the padding between them, which stays zero; 0 if they cannot be merged."""
+    elements = (second.param.data_ptr() - first.param.data_ptr()) // first.param.itemsize
+    if (
+        tuple(first.hyper) != tuple(second.hyper)
+        or first.seed is not None
+        or any(isinstance(state, tuple) for state in (*first.states, *second.states))
+        or elements < numel
+        or not second.param.numel()
+    ):
+        return 0
+    pairs = zip(
+        (first.param, first.grad, first.copy, *first.states),
+        (second.param, second.grad, second.copy, *second.states),
+        strict=True,
+    )
+    for a, b in pairs:
+        if a is None and b is None:
+            continue
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
+            return 0
+        if b.data_ptr() - a.data_ptr() != elements * a.itemsize:
+            return 0
+    return elements + second.param.numel()
+
+
+def _spanned(bucket: HostBucket, first: Update, numel: int) -> Update:
+    return first.map(lambda _, tensor: bucket.span(tensor, numel))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

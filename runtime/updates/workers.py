@@ -2,7 +2,7 @@
 device that helps.
 
 Buckets are queued in the order in which the next forward reads them. The device takes the first
-queued bucket, in chunks over the idle link (see `chunks`). The host takes the first bucket that it
+queued bucket, in chunks over the idle link (see `Chunks`). The host takes the first bucket that it
 would finish no later than the device, if the device first updated all buckets queued before it.
 Workers of equal speed alternate; a host that is ten times slower takes the tenth bucket, or none of
 a shorter queue. Each worker's speed is predicted from its latest updates.
@@ -17,29 +17,153 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from megacompile import log
+from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.runtime.device.background import Background, at_fork
-from megacompile.runtime.optim.rule import Update
+from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
+from megacompile.runtime.optim.rule import OptimizerRule, Update
+from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
-from megacompile.runtime.updates.device_buffers import (
-    Timed,
-    fulfil_update,
-    untimed,
-)
 from megacompile.runtime.updates.leases import BucketLease
+from megacompile.runtime.updates.parameter import Timed, fulfil_update, untimed
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
 from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST
 
 _DOUBT = 0.8  # decay of the last update's time, per step without an update
 _PATIENCE_S = 0.1  # for the device, which helps once all updates of a step are queued
+_ALIGNMENT = 256  # bytes
+_STEP = 16 * BLOCK  # chunk granularity in elements
+_LEAST_BYTES = 2**20  # enough for `_STEP` elements of any dtypes
+
+
+# Updates of host memory on the device, in chunks that cross the link and return.
+#
+# One chunk is fetched while a second is updated and a third is copied back, so the slower direction
+# of the link is the bottleneck. The kernels round exactly like the host's twins, so the choice of
+# worker affects only the time.
+
+
+class ChunkStreams:
+    """Streams for chunks, separate from the schedules' streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
+
+
+class Chunks:
+    """Buffers on the device for the chunks of some updates, no larger than the largest of them.
+
+    Allocated by the compute thread, so that the memory belongs to the compute stream; used by one
+    other thread.
+    """
+
+    def __init__(self, streams: ChunkStreams, updates: Iterable[Update]) -> None:
+        self.streams = streams
+        self.device = streams.compute.device
+        largest = max(_bytes_of(update, update.param.numel()) for update in updates)
+        self.buffer_bytes = max(min(largest, CHUNK_BYTES), _LEAST_BYTES)
+        self.buffers = [
+            torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
+            for _ in range(CHUNKS)
+        ]
+        # work that used this memory before; chunks wait for it (write after read)
+        self.ours = torch.cuda.current_stream(self.device).record_event()
+
+    @torch.no_grad()
+    def update(self, rule: OptimizerRule, updates: Iterable[Update]) -> None:
+        """Run updates of flat tensors in page-locked host memory and wait for completion.
+
+        The first chunk of an update is fetched while the last chunks of the previous one are copied
+        back.
+        """
+        parts = (chunk for whole in updates for chunk in _chunks(whole, self.buffer_bytes))
+        ends: list[torch.cuda.Event | None] = [None] * len(self.buffers)
+        with torch.cuda.device(self.device):
+            self.streams.h2d.wait_event(self.ours)
+            try:
+                for k, chunk in enumerate(parts):
+                    at = k % len(self.buffers)
+                    if (end := ends[at]) is not None:
+                        end.synchronize()
+                    ends[at] = _issue(rule, chunk, self.buffers[at], self.streams)
+                for end in ends:
+                    if end is not None:
+                        end.synchronize()
+            except BaseException:  # a chunk that failed halfway has no completion event
+                for stream in (self.streams.h2d, self.streams.compute, self.streams.d2h):
+                    stream.synchronize()
+                raise
+
+
+def _issue(
+    rule: OptimizerRule, on_host: Update, buffer: torch.Tensor, streams: ChunkStreams
+) -> torch.cuda.Event:
+    """Fetch a chunk, update it and copy it back; returns its completion event."""
+    on_device = _placed(on_host, buffer)
+    with torch.cuda.stream(streams.h2d):
+        _copy(on_device, on_host, fetched=True)
+    streams.compute.wait_stream(streams.h2d)
+    with torch.cuda.stream(streams.compute):
+        update_bucket(rule, [on_device])
+    streams.d2h.wait_stream(streams.compute)
+    with torch.cuda.stream(streams.d2h):
+        _copy(on_host, on_device, fetched=False)
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)
+        event.record()
+    return event
+
+
+def _copy(into: Update, source: Update, *, fetched: bool) -> None:
+    """Copy an update's inputs to the device, or its results to the host."""
+    for (name, a), (_, b) in zip(into.tensors(), source.tensors(), strict=True):
+        if name != ("copy" if fetched else "grad"):
+            a.copy_(b, non_blocking=True)
+
+
+def _chunks(whole: Update, buffer_bytes: int) -> Iterator[Update]:
+    """Split an update into parts whose tensors fit into this many bytes."""
+    numel = whole.param.numel()
+    step = max(1, buffer_bytes // _bytes_of(whole, _STEP)) * _STEP
+    for start in range(0, numel, step):
+        yield whole.part(start, min(start + step, numel))
+
+
+def _bytes_of(update: Update, numel: int) -> int:
+    """Bytes for this many elements, each tensor rounded up to the alignment of the next."""
+    total = 0
+    for name, tensor in update.tensors():
+        count = absmax_numel(numel) if name == "absmax" else numel
+        total += _rounded(count * tensor.itemsize)
+    return total
+
+
+def _placed(part: Update, buffer: torch.Tensor) -> Update:
+    """Views of a buffer shaped like these tensors."""
+    offset = 0
+
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        del name
+        nonlocal offset
+        size = tensor.numel() * tensor.itemsize
+        span = buffer[offset : offset + size].view(tensor.dtype)
+        offset += _rounded(size)
+        return span
+
+    return part.map(place)
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# The workers.
 
 
 @dataclass(slots=True, eq=False)
@@ -54,12 +178,12 @@ class Job:
 
     def run(self, lane: str, work: Callable[[], None]) -> None:
         """Run the update; an error is stored in the future."""
-        name = self.update.bucket.layout.name
-        fulfil_update(self.future, name, functools.partial(self._run, lane, work))
 
-    def _run(self, lane: str, work: Callable[[], None]) -> None:
-        self.await_gradients()
-        self.timed(lane, work)
+        def run() -> None:
+            self.await_gradients()
+            self.timed(lane, work)
+
+        fulfil_update(self.future, self.update.bucket.layout.name, run)
 
     def call_off(self) -> None:
         """Cancel the update, unless it has started."""
@@ -99,7 +223,8 @@ class Pace:
 
 
 class Workers:
-    """A thread for the host's updates, and one that issues the device's.
+    """A thread for the host's updates, and one that issues the device's. Users of a bucket wait for
+    its update, which continues after `optimizer.step()` returns.
 
     Needs no lock (see `background`): removing a job from the deque claims it.
 
@@ -131,6 +256,38 @@ class Workers:
         self._streams: ChunkStreams | None = None
         at_fork(self)
 
+    def start(
+        self,
+        update: BucketUpdate,
+        after: Sequence[torch.cuda.Event],
+        recording: Recording | None,
+        written: Callable[[InFlight], InFlight] | None = None,
+        staged: Sequence[BucketLease] = (),
+    ) -> InFlight:
+        """Enqueue a prepared update.
+
+        Args:
+            after: work that must complete first: gradients in flight to the host.
+            recording: records the run, if it is traced.
+            written: adds the writes to a disk to the work in flight; None: there are none.
+            staged: leases of states and parameters from a disk.
+        """
+        bucket = update.bucket
+        job = Job(update, functools.partial(_await, after, update, staged))
+        flying = InFlight(future=job.future)
+        try:
+            if recording is not None:
+                job.timed = recording.in_background()
+            # register with the bucket before it can start
+            work = flying if written is None else written(flying)
+            bucket.pending.start(work, update.indices, update.visible)
+            bucket.note_changes(update.indices)
+            self.submit(job)
+        except BaseException:
+            job.call_off()
+            raise
+        return flying
+
     def submit(self, job: Job) -> None:
         """Enqueue a job."""
         self._waiting.append(job)
@@ -143,10 +300,10 @@ class Workers:
         """
         # read the runs now: a worker takes them from its job
         updates = [
-            run.update
+            update
             for job in tuple(self._waiting)
             if job.update.on_device and job.future in futures
-            for run in job.update.runs
+            for update in job.update.runs
         ]
         if not updates:
             return
@@ -178,7 +335,7 @@ class Workers:
         self._helped.append(futures)
         while (job := self._for_device(futures)) is not None:
             self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
-            by_chunks = functools.partial(job.update.by_chunks, chunks)
+            by_chunks = functools.partial(job.update.by_chunks, chunks.update)
             self._make(job, DEVICE, by_chunks, self._device_pace)
             self._host.submit(self._by_host)  # it may have left too many jobs to the device
         self._helped.remove(futures)
@@ -235,53 +392,6 @@ class Workers:
         except ValueError:
             return False
         return True
-
-
-# Ops start updates, and buckets track them until they are done.
-
-
-class HostUpdates:
-    """The updates of host memory that continue after `optimizer.step()` returns."""
-
-    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
-        self.workers = Workers(device, cores)
-
-    def start(
-        self,
-        update: BucketUpdate,
-        after: Sequence[torch.cuda.Event],
-        recording: Recording | None,
-        written: Callable[[InFlight], InFlight] | None = None,
-        staged: Sequence[BucketLease] = (),
-    ) -> InFlight:
-        """Enqueue an update for a worker; users of its bucket wait for it.
-
-        Args:
-            update: the prepared update.
-            after: work that must complete first: gradients in flight to the host.
-            recording: records the run, if it is traced.
-            written: adds the writes to a disk to the work in flight; None: there are none.
-            staged: leases of states and parameters from a disk.
-        """
-        bucket = update.bucket
-        job = Job(update, functools.partial(_await, after, update, staged))
-        flying = InFlight(future=job.future)
-        try:
-            if recording is not None:
-                job.timed = recording.in_background()
-            # register with the bucket before it can start
-            work = flying if written is None else written(flying)
-            bucket.pending.start(work, update.indices, update.visible)
-            bucket.note_changes(update.indices)
-            self.workers.submit(job)
-        except BaseException:
-            job.call_off()
-            raise
-        return flying
-
-    def help(self, updates: Iterable[InFlight]) -> None:
-        """Update these buckets on the device if possible, while they are queued."""
-        self.workers.help({each.future for each in updates if each.future is not None})
 
 
 def _await(

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim import blockwise, stochastic
+from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.kernels import table
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
-from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.twin import apply, seed_of
 from tests.processes import python
 
 pytest.importorskip("triton")
@@ -104,7 +104,7 @@ def at_step(
         group |= {"maximize": i % 3 == 1, "nesterov": i % 2 == 1}
         hyper = rule.hyper(group, step=step + i, first=step == 1, scale=0.5)
         update.grad.copy_(torch.randn(update.grad.numel(), device=DEVICE))
-        seed = stochastic.seed_of(7, i, step) if seeded else None
+        seed = seed_of(7, i, step) if seeded else None
         found.append(update._replace(hyper=hyper, seed=seed))
     return found
 
@@ -294,7 +294,7 @@ def test_stochastic_rounding_is_bit_identical(momentum: bool) -> None:
         for step in (1, 2):
             state = torch.zeros(numel, device=DEVICE) if momentum else None
             hyper = SGD.hyper({**PLAIN, "nesterov": momentum}, first=True)
-            seed = stochastic.seed_of(3, 0, step)
+            seed = seed_of(3, 0, step)
             run(SGD, [Update(p, grad, (state,), hyper, seed=seed)])
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
     assert not torch.equal(found[0], param)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon
 
-from megacompile.runtime.optim import blockwise, stochastic
+from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.blockwise import BlockwiseTensor, dequantize, dynamic_code, quantize
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
-from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.twin import apply, philox, round_stochastic, seed_of
 from tests.lion import Lion
 
 NUMEL, STEPS = 5003, 10
@@ -267,28 +267,28 @@ def test_what_was_quantized_is_quantized_to_the_same(signed: bool, flush: bool) 
 
 def test_philox_is_the_published_one() -> None:
     """Its known answers for zeros (Random123's kat_vectors): the first word."""
-    assert stochastic.philox(0, torch.tensor([0])).tolist() == [0x6627E8D5]
+    assert philox(0, torch.tensor([0])).tolist() == [0x6627E8D5]
 
 
 def test_stochastic_rounding_takes_the_neighbours() -> None:
     """Only the two of a value, the nearer the likelier; what bf16 has stays."""
     torch.manual_seed(0)
     values = torch.randn(2**16)
-    rounded = stochastic.round_stochastic(values, torch.tensor(stochastic.seed_of(1, 2, 3))).float()
+    rounded = round_stochastic(values, torch.tensor(seed_of(1, 2, 3))).float()
     error = (rounded - values).abs()
     gap = 2.0 ** (values.abs().log2().floor() - 7)
     assert (error < gap).all()
     assert 0.3 < (error > gap / 2).double().mean() * 2 < 0.7
     assert abs(float(((rounded - values) / gap).double().mean())) < 4 * 0.5 / 2**8
     exact = values.bfloat16()
-    assert torch.equal(stochastic.round_stochastic(exact.float(), 9), exact)
+    assert torch.equal(round_stochastic(exact.float(), 9), exact)
     between = torch.full((4096,), 2.0 - 2.0**-9)  # a carry goes into the exponent
-    assert set(stochastic.round_stochastic(between, 1).tolist()) == {2.0 - 2.0**-7, 2.0}
+    assert set(round_stochastic(between, 1).tolist()) == {2.0 - 2.0**-7, 2.0}
 
 
 def test_seeds_differ_by_everything() -> None:
     everything = itertools.product((0, 1, 2**63 + 5), range(20), range(10), range(2))
-    seeds = {stochastic.seed_of(*each) for each in everything}
+    seeds = {seed_of(*each) for each in everything}
     assert len(seeds) == 3 * 20 * 10 * 2 and all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from megacompile import compat
 from megacompile.runtime.optim import twin as module
+from megacompile.runtime.optim.blockwise import BLOCK
 from megacompile.runtime.optim.registry import RULES
-from megacompile.runtime.updates.chunks import Chunks
+from megacompile.runtime.updates.workers import Chunks
 from tests.draws import drawn
 from tests.zoo import equal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TWIN: Any = module
 ADAM, SGD, _ = RULES
-LITTLE = 5 * TWIN.BLOCK + 37
+LITTLE = 5 * BLOCK + 37
 NUMEL = TWIN.CHUNK + LITTLE
 GROUP = {
     "lr": 1e-3,
@@ -174,7 +175,7 @@ def test_pieces_make_the_same_update(
 ) -> None:
     apart, one = (update_of(rule, FP32, BF16, state, numel=100_003, copy=copy) for _ in range(2))
     here, log = chunks_of(monkeypatch, 2, 2**18)
-    here.update([(rule, apart)])
+    here.update(rule, [apart])
     assert differing(apart, whole(rule, one)) == []
     assert log.count("end 0") == 1 and "begin 1" in log
 
@@ -184,10 +185,10 @@ def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.Monke
     that fails is waited for: a copy into its buffer may be under way."""
     small = [update_of(SGD, FP32, BF16, FP32, numel=4096, copy=BF16) for _ in range(3)]
     here, log = chunks_of(monkeypatch, 2, 2**20)
-    here.update([(SGD, each) for each in small])
+    here.update(SGD, small)
     assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 2", "end 1"]
     log.clear()
     rule: Any = object()  # no rule: no such kernel
     with pytest.raises(AttributeError):
-        here.update([(rule, small[0])])
+        here.update(rule, small[:1])
     assert log == ["h2d", "compute", "d2h"]

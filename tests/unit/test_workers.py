@@ -34,7 +34,7 @@ class Made:
 
     def __init__(self, name: str, log: list[str], *, on_device: bool = True) -> None:
         self.name, self.log, self.on_device = name, log, on_device
-        self.runs: list[Any] = [SimpleNamespace(update=f"of {name}")]
+        self.runs: list[Any] = [f"of {name}"]
         self.bucket = SimpleNamespace(layout=SimpleNamespace(name=name))
         self.may = threading.Event()
         self.may.set()
@@ -51,14 +51,17 @@ class Made:
     def __call__(self) -> None:
         self._make("host")
 
-    def by_chunks(self, chunks: Any) -> None:
-        del chunks
+    def by_chunks(self, make: Any) -> None:
+        del make
         self._make("device")
 
 
 def working(**given: Any) -> Workers:
     """The two of them, without a device."""
-    here: Any = {"streams": lambda device: device, "chunks": lambda streams, updates: streams}
+    here: Any = {
+        "streams": lambda device: device,
+        "chunks": lambda streams, updates: SimpleNamespace(update=None),
+    }
     return Workers(CPU, **here | given)
 
 

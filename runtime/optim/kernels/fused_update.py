@@ -31,7 +31,7 @@ from megacompile.runtime.optim.kernels.load_store import (
     store_state,
 )
 from megacompile.runtime.optim.kernels.table import Launch, Signature, launches
-from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule, Update
+from megacompile.runtime.optim.rule import OptimizerRule, Update
 
 BLOCK = 1024  # elements per program; 2048 and 4096 are slower on an H200
 _WARPS = 8
@@ -41,17 +41,6 @@ _OUT = tl.constexpr(layout.OUT)
 _COPY = tl.constexpr(layout.COPY)
 _GRAD = tl.constexpr(layout.GRAD)
 _STATE0 = tl.constexpr(layout.STATES)
-_STATE1 = tl.constexpr(layout.STATES + 1)
-_STATE2 = tl.constexpr(layout.STATES + 2)
-
-_DTYPES = {
-    None: None,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-    torch.uint8: tl.uint8,
-}
 
 
 def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK) -> None:
@@ -86,21 +75,21 @@ def run(
 
 def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
     """The constant arguments that depend on the rule and the signature, not on the launch."""
-    rest = [None] * (MAX_MOMENTS - len(rule.moments))
-    arguments: dict[str, Any] = {
+    return {
         "RULE": _jitted(rule),
-        "MOMENTS": len(rule.moments),
-        "PARAM": _DTYPES[signature.param],
-        "GRAD": _DTYPES[signature.grad],
-        "COPY": _DTYPES[signature.copy],
+        "STATES": tuple(map(_in_triton, signature.states)),
+        "SIGNED": tuple(int(moment.signed) for moment in rule.moments),
+        "PARAM": _in_triton(signature.param),
+        "GRAD": _in_triton(signature.grad),
+        "COPY": _in_triton(signature.copy),
         "STOCHASTIC": signature.stochastic,
         "ALIGNED": signature.aligned,
         "SCALED": signature.scaled,
     }
-    for i, dtype in enumerate([*signature.states, *rest]):
-        arguments[f"STATE{i}"] = _DTYPES[dtype]
-        arguments[f"SIGNED{i}"] = int(i < len(rule.moments) and rule.moments[i].signed)
-    return arguments
+
+
+def _in_triton(dtype: torch.dtype | None) -> Any:
+    return None if dtype is None else getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -138,16 +127,11 @@ def _update(
     hyper,
     maps,
     RULE: tl.constexpr,
-    MOMENTS: tl.constexpr,
+    STATES: tl.constexpr,  # the dtype of each, or None
+    SIGNED: tl.constexpr,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     COPY: tl.constexpr,
-    STATE0: tl.constexpr,
-    SIGNED0: tl.constexpr,
-    STATE1: tl.constexpr,
-    SIGNED1: tl.constexpr,
-    STATE2: tl.constexpr,
-    SIGNED2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -155,8 +139,8 @@ def _update(
     HYPERS: tl.constexpr,
 ):
     MATH: tl.constexpr = hyper.dtype.element_ty
-    ABSMAX0: tl.constexpr = _STATE0 + MOMENTS
-    SEED: tl.constexpr = _STATE0 + 2 * MOMENTS
+    ABSMAX0: tl.constexpr = _STATE0 + len(STATES)
+    SEED: tl.constexpr = _STATE0 + 2 * len(STATES)
     program = tl.program_id(0).to(tl.int64)
     row = tl.load(blocks + 2 * program).to(tl.int64)
     tile = tl.load(blocks + 2 * program + 1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -172,59 +156,43 @@ def _update(
     p = load(table, _PARAM, index, mask, PARAM, MATH, ALIGNED)
     g = load_gradient(table, FACTOR, index, mask, GRAD, MATH, ALIGNED, SCALED) * tl.load(hyper)
     states = ()
-    if STATE0 is not None:
-        s0 = load_state(
-            table, _STATE0, ABSMAX0, tile, index, mask, maps, SIGNED0, STATE0, MATH, ALIGNED
-        )
-        states = states + (s0,)
-    if STATE1 is not None:
-        s1 = load_state(
-            table, _STATE1, ABSMAX0 + 1, tile, index, mask, maps, SIGNED1, STATE1, MATH, ALIGNED
-        )
-        states = states + (s1,)
-    if STATE2 is not None:
-        s2 = load_state(
-            table, _STATE2, ABSMAX0 + 2, tile, index, mask, maps, SIGNED2, STATE2, MATH, ALIGNED
-        )
-        states = states + (s2,)
+    for i in tl.static_range(len(STATES)):
+        if STATES[i] is not None:
+            state = load_state(
+                table,
+                _STATE0 + i,
+                ABSMAX0 + i,
+                tile,
+                index,
+                mask,
+                maps,
+                SIGNED[i],
+                STATES[i],
+                MATH,
+                ALIGNED,
+            )
+            states = states + (state,)
     scalars = ()
     for i in tl.static_range(1, HYPERS):
         scalars = scalars + (tl.load(hyper + i),)
 
     p, states = RULE(p, g, states, scalars)
 
-    if STATE0 is not None:
-        store_state(
-            table, _STATE0, ABSMAX0, tile, index, mask, maps, states[0], SIGNED0, STATE0, ALIGNED
-        )
-    if STATE1 is not None:
-        store_state(
-            table,
-            _STATE1,
-            ABSMAX0 + 1,
-            tile,
-            index,
-            mask,
-            maps,
-            states[1],
-            SIGNED1,
-            STATE1,
-            ALIGNED,
-        )
-    if STATE2 is not None:
-        store_state(
-            table,
-            _STATE2,
-            ABSMAX0 + 2,
-            tile,
-            index,
-            mask,
-            maps,
-            states[2],
-            SIGNED2,
-            STATE2,
-            ALIGNED,
-        )
+    for i in tl.static_range(len(STATES)):
+        if STATES[i] is not None:
+            store_state(
+                table,
+                _STATE0 + i,
+                ABSMAX0 + i,
+                tile,
+                index,
+                mask,
+                maps,
+                states[i],
+                SIGNED[i],
+                STATES[i],
+                ALIGNED,
+            )
     new = round_to(p, tl.load(table + SEED), index, PARAM, STOCHASTIC)
     tl.store(pointers(table, _OUT, index, PARAM, ALIGNED), new, mask=mask)
     if COPY is not None:

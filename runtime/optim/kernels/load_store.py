@@ -1,29 +1,22 @@
 """Loads, rounds and stores a tile of one tensor in a bucket's table (`kernels.table`).
 
-A tile is (ROWS, 256); a row is one quantization block. An 8-bit state is
-
-    value = code[q] * absmax[row],   q = the code nearest to value / absmax[row]
-
-The upper 16 bits of the quotient and one comparison determine the code. The maps and the twins
-`quantize` and `dequantize` are in runtime/optim/blockwise.py (Dettmers et al., 2021, arXiv
-2110.02861).
-
-New values are rounded to the dtype in memory: to nearest, or stochastically to bf16.
-
-    bf16(x) = upper 16 bits of (bits(x) + (Philox(seed, index) mod 2^16)),   NaN and inf stay
-
-The generator is Philox-4x32-10 (Salmon et al., 2011); its word is that of `tl.randint(seed,
-index)`. The twin is `round_stochastic` in runtime/optim/stochastic.py ([Note: stochastic
-rounding]).
+A tile is (ROWS, 256); a row is one quantization block. New values are rounded to the dtype in
+memory: to nearest, or stochastically to bf16. The twins are `quantize` and `dequantize` in
+runtime/optim/blockwise.py (Dettmers et al., 2021, arXiv 2110.02861), and `round_stochastic` in
+runtime/optim/twin.py ([Note: stochastic rounding]; Philox-4x32-10, Salmon et al., 2011).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
+from collections import deque
+
+import torch
 import triton
 import triton.language as tl
 
+from megacompile.host_memory import pinned_empty
 from megacompile.runtime.optim.blockwise import BLOCK, SMALLEST, TABLE_NUMEL
 
 _ROW = tl.constexpr(BLOCK)
@@ -154,3 +147,48 @@ def store_state(
         tl.store(absmax, largest, mask=tile * _ROW < tl.load(table))
     else:
         tl.store(where, round_nearest(values, DTYPE), mask=mask)
+
+
+# Copies a small host tensor to the device with a kernel that reads page-locked memory.
+#
+# The copy engine serves requests in order: a table of 2 KB waited 100 ms for the gigabytes of
+# states and weights before it. A kernel reads across the bus without the copy engine.
+
+_FETCHED = 1024
+
+_in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # until the kernel has read them
+
+
+def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy `host`, (numel,) int64, to a CUDA device on its current stream."""
+    _drop_read()
+    pinned = pinned_empty((host.numel(),), torch.int64).copy_(host)
+    target = torch.empty(host.numel(), dtype=torch.int64, device=device)
+    if not pinned.is_pinned():  # the system is out of page-locked memory
+        return target.copy_(host)
+    grid = (triton.cdiv(host.numel(), _FETCHED),)
+    _fetch[grid](pinned.data_ptr(), target, host.numel(), BLOCK=_FETCHED)
+    event = torch.cuda.Event()
+    event.record()
+    _in_use.append((pinned, event))
+    return target
+
+
+def _drop_read() -> None:
+    """Free the buffers that kernels have read. Thread-safe: popping an entry claims it."""
+    while True:
+        try:
+            first = _in_use.popleft()
+        except IndexError:
+            return
+        if not first[1].query():
+            _in_use.appendleft(first)
+            return
+
+
+@triton.jit(do_not_specialize=["source", "numel"])
+def _fetch(source, target, numel, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    address = source.to(tl.int64).to(tl.pointer_type(tl.int64), bitcast=False)
+    tl.store(target + index, tl.load(address + index, mask=mask), mask=mask)

@@ -10,8 +10,8 @@ them to the kernel; this module and the kernels share the layout:
     hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 
 `blocks` depends only on the sizes and is cached. The others are fetched in every call, from one new
-pinned tensor (see `kernels.fetch`). If only gradients and scalars change between steps, the `Table`
-is reused.
+pinned tensor (see `load_store.fetch`). If only gradients and scalars change between steps, the
+`Table` is reused.
 
 Triton is imported for the first bucket on a CUDA device.
 """
@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,30 +58,20 @@ class Launch(NamedTuple):
 
 
 class Table:
-    """The parameters of one launch, which can be repeated with other gradients.
-
-    Args:
-        signature: the parameters' signature.
-        rows: the rows of the parameters (see `describe`).
-        positions: the parameters' positions in the step.
-    """
+    """The parameters of one launch, which can be repeated with other gradients."""
 
     def __init__(
         self, signature: Signature, rows: Sequence[list[int]], positions: Sequence[int]
     ) -> None:
         self.signature = signature
-        self.positions = positions
+        self.positions = positions  # of the parameters in the step
         self._columns = len(rows[0])
         self._rows = array("q", itertools.chain.from_iterable(rows))
         self._numels = tuple([row[NUMEL] for row in rows])
 
     def renew(self, gradients: Sequence[int], factors: Sequence[int] | None) -> None:
-        """Set other gradients.
-
-        Args:
-            gradients: addresses for all parameters of the step, aligned like the previous ones.
-            factors: addresses of the gradients' factors; None: no factors.
-        """
+        """Set the addresses of other gradients, aligned like the previous ones, and of their
+        factors, of all parameters of the step."""
         rows, columns, positions = self._rows, self._columns, self.positions
         of_factors = [factors[k] for k in positions] if factors else [0] * len(positions)
         rows[GRAD::columns] = array("q", [gradients[k] for k in positions])
@@ -90,13 +81,8 @@ class Table:
     def launch(
         self, hypers: Sequence[tuple[float, ...]], *, block: int, device: torch.device
     ) -> Launch:
-        """The launch for a step.
-
-        Args:
-            hypers: the scalars of all parameters of the step.
-            block: elements per program.
-            device: of the parameters.
-        """
+        """The launch for a step with these scalars of all its parameters, `block` elements per
+        program."""
         blocks = program_blocks(self._numels, block, device)
         own = [hypers[k] for k in self.positions]
         table, hyper = _pack(self._rows, own, math_dtype(self.signature.param), device)
@@ -104,11 +90,7 @@ class Table:
 
 
 def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Table]:
-    """A table for each signature among the parameters.
-
-    Args:
-        described: position -> signature and row.
-    """
+    """A table for each signature among the parameters: position -> signature and row."""
     groups: dict[Signature, list[int]] = {}
     for position, (signature, _) in described.items():
         groups.setdefault(signature, []).append(position)
@@ -141,33 +123,17 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
         raise ValueError(
             f"parameter {position}: the new parameter is {out.dtype}, needed {param.dtype}"
         )
-    codes: list[Tensor | None] = []
-    absmaxes: list[int] = []
-    for state in given:
-        if isinstance(state, tuple):
-            if state[1].numel() != absmax_numel(numel) or not state[1].is_contiguous():
-                _refuse(position, state[1], absmax_numel(numel))
-            if state[0].dtype != torch.uint8 or state[1].dtype != torch.float32:
+    codes = [state[0] if isinstance(state, tuple) else state for state in given]
+    absmaxes = [state[1] if isinstance(state, tuple) else None for state in given]
+    for code, absmax in zip(codes, absmaxes, strict=True):
+        if code is not None and absmax is not None:
+            if (code.dtype, absmax.dtype) != (torch.uint8, torch.float32):
                 raise ValueError(
-                    f"parameter {position}: an 8-bit state is {state[0].dtype} codes and "
-                    f"{state[1].dtype} absmax, needed torch.uint8 and torch.float32"
+                    f"parameter {position}: an 8-bit state is {code.dtype} codes and "
+                    f"{absmax.dtype} absmax, needed torch.uint8 and torch.float32"
                 )
-            codes.append(state[0])
-            absmaxes.append(state[1].data_ptr())
-        else:
-            codes.append(state)
-            absmaxes.append(0)
-    row = [numel]
-    together = numel
-    for tensor in (param, out, copy, grad, *codes):
-        if tensor is None:
-            row.append(0)
-            continue
-        if tensor.numel() != numel or not tensor.is_contiguous():
-            _refuse(position, tensor, numel)
-        address = tensor.data_ptr()
-        together |= address
-        row.append(address)
+    dense = [_address(position, tensor, numel) for tensor in (param, out, copy, grad, *codes)]
+    scales = [_address(position, tensor, absmax_numel(numel)) for tensor in absmaxes]
     if factor is not None and (factor.dtype, factor.dim()) != (grad.dtype, 0):
         raise ValueError(
             f"parameter {position}: the factor is {factor.dtype} of {factor.dim()} dimensions, "
@@ -180,18 +146,23 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
         copy=None if copy is None else copy.dtype,
         states=tuple(None if state is None else state.dtype for state in codes),
         stochastic=stochastic,
-        aligned=together % _ALIGNMENT == 0,
+        aligned=functools.reduce(operator.or_, dense, numel) % _ALIGNMENT == 0,
         scaled=factor is not None,
     )
     at = 0 if factor is None else factor.data_ptr()
-    return signature, [*row, *absmaxes, seed or 0, at]
+    return signature, [numel, *dense, *scales, seed or 0, at]
 
 
-def _refuse(position: int, tensor: Tensor, numel: int) -> NoReturn:
-    raise ValueError(
-        f"parameter {position}: a tensor of shape {tuple(tensor.shape)} and strides "
-        f"{tensor.stride()}, needed a contiguous one of {numel} elements"
-    )
+def _address(position: int, tensor: Tensor | None, numel: int) -> int:
+    """The address of a tensor's memory; 0 if there is none."""
+    if tensor is None:
+        return 0
+    if tensor.numel() != numel or not tensor.is_contiguous():
+        raise ValueError(
+            f"parameter {position}: a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}, needed a contiguous one of {numel} elements"
+        )
+    return tensor.data_ptr()
 
 
 @functools.cache
@@ -219,7 +190,7 @@ def _pack(
     packed.extend(bytes(-len(packed) % 8))
     staged = torch.frombuffer(packed, dtype=torch.int64)
     if device.type == "cuda":
-        from megacompile.runtime.optim.kernels.fetch import fetch
+        from megacompile.runtime.optim.kernels.load_store import fetch
 
         staged = fetch(staged, device)
     hyper = staged[numel + numel % 2 :].view(dtype)[: len(scalars) // dtype.itemsize]
