@@ -160,11 +160,7 @@ def change_slot(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 def change_bucket(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     of_bucket = [n for n in ops.nodes_of(graph) if n.args and isinstance(n.args[0], Bucket)]
-    return retarget(rng.choice(of_bucket), schedule, rng)
-
-
-def retarget(node: fx.Node, schedule: Schedule, rng: random.Random) -> str:
-    """An op is of another bucket."""
+    node = rng.choice(of_bucket)
     was: Any = node.args[0]
     bucket: Any = rng.choice([b for b in schedule.buckets if b.key != was.key])
     node.args = (bucket, *node.args[1:])

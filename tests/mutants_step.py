@@ -51,11 +51,6 @@ def _wait_for(node: fx.Node, after: tuple[fx.Node, ...]) -> None:
     node.kwargs = {"after": after} if after else {}
 
 
-def _wait_instead(node: fx.Node, token: fx.Node, other: fx.Node) -> str:
-    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
-    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
-
-
 def _named_by(schedule: Schedule) -> list[tuple[fx.Node, fx.Node]]:
     """Ops, and the tokens that they wait for."""
     return [
@@ -71,17 +66,13 @@ def _inside(schedule: Schedule, *targets: Callable[..., Any]) -> list[fx.Node]:
     return [] if schedule.update is None else ops.nodes_of(schedule.update, *targets)
 
 
-def drop_token(schedule: Schedule, rng: random.Random) -> str:
-    node, token = rng.choice(_named_by(schedule))
-    _wait_for(node, tuple(n for n in _after(node) if n is not token))
-    return f"{ops.label(node)} {node.name} no longer waits for {token.name}"
-
-
 def other_token(schedule: Schedule, rng: random.Random) -> str:
     """An op waits for the token of something else."""
     node, token = rng.choice(_named_by(schedule))
     others = [n for n in node.graph.find_nodes(op="placeholder") if token_of(n) and n is not token]
-    return _wait_instead(node, token, rng.choice(others))
+    other = rng.choice(others)
+    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
+    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
 
 
 def token_of_another(schedule: Schedule, rng: random.Random) -> str:
@@ -95,13 +86,6 @@ def token_of_another(schedule: Schedule, rng: random.Random) -> str:
         return ""
     node.meta["token"] = Token(bucket, part)
     return f"{node.name} stands for {part.value} of {bucket.label}"
-
-
-def reroute(schedule: Schedule, rng: random.Random) -> str:
-    """An op waits for an op of its graph instead of a token."""
-    node, token = rng.choice(_named_by(schedule))
-    others = [n for n in node.graph.nodes if n.op == "call_function" and n < node and n.users]
-    return _wait_instead(node, token, rng.choice(others))
 
 
 def _returning(schedule: Schedule) -> list[fx.Graph]:
@@ -181,11 +165,6 @@ def reorder(schedule: Schedule, rng: random.Random) -> str:
     return f"{ops.label(node)} {node.name} is issued before {goal.name}"
 
 
-def retarget(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, *_UPDATES, ops.offload_state))
-    return mutants.retarget(node, schedule, rng)
-
-
 def elsewhere(schedule: Schedule, rng: random.Random) -> str:
     """What lies on the host is updated as if it were on the device, or the other way round."""
     node = rng.choice(_inside(schedule, ops.update_host, ops.update_resident))
@@ -201,19 +180,6 @@ def keep_elsewhere(schedule: Schedule, rng: random.Random) -> str:
     was = ops.label(node)
     node.target = ops.offload_grad if node.target is ops.keep_grad else ops.keep_grad
     return f"{was} {node.name} is {ops.label(node)}"
-
-
-def swap_left(schedule: Schedule, rng: random.Random) -> str:
-    """An update takes another value that was left."""
-    node = rng.choice(_inside(schedule, ops.update))
-    assert schedule.update is not None
-    inputs = schedule.update.find_nodes(op="placeholder")
-    values = [n for n in inputs if token_of(n) is None]
-    at = rng.choice((2, 3))
-    was = node.args[at]
-    other = rng.choice([n for n in values if n is not was])
-    node.update_arg(at, other)
-    return f"{ops.label(node)} {node.name} takes {other.name}, not {was}"
 
 
 def leave_another(schedule: Schedule, rng: random.Random) -> Schedule | str:
@@ -255,11 +221,6 @@ def leave_less(schedule: Schedule, rng: random.Random) -> str:
     return f"{lost.name} is not left"
 
 
-def keep_memory(schedule: Schedule, rng: random.Random) -> str:
-    """A free is left out: memory goes when the graph returns."""
-    return _drop(schedule, rng, ops.free, ops.defer_free)
-
-
 def free_at_once(schedule: Schedule, rng: random.Random) -> str:
     """Memory goes without a wait, or without one of two."""
     node = rng.choice([n for n in _inside(schedule, ops.free, ops.defer_free) if _after(n)])
@@ -268,13 +229,6 @@ def free_at_once(schedule: Schedule, rng: random.Random) -> str:
     if rng.random() < 0.3:
         node.target = ops.free
     return f"{ops.label(node)} {node.name} does not wait for {lost.name}"
-
-
-def free_early(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, ops.free, ops.defer_free))
-    goal = rng.choice([n for n in ops.nodes_of(node.graph) if n < node])
-    goal.prepend(node)
-    return f"{ops.label(node)} {node.name} comes before {goal.name}"
 
 
 def help_with(schedule: Schedule, rng: random.Random) -> str:
@@ -306,15 +260,6 @@ def offload_again(schedule: Schedule, rng: random.Random) -> str:
     return f"{ops.label(node)} {node.name} comes twice"
 
 
-def not_late(schedule: Schedule, rng: random.Random) -> str:
-    """Gradients reach the host, and the update may begin, before the last reader of weights."""
-    backward = schedule.backward
-    found = [] if backward is None else ops.nodes_of(backward, ops.offload_grad)
-    node = rng.choice([node for node in found if _after(node)])
-    _wait_for(node, ())
-    return f"{ops.label(node)} {node.name} waits for no reader of the weights"
-
-
 def _of_any_graph(edit: mutants.Edit) -> Edit:
     def made(schedule: Schedule, rng: random.Random) -> str:
         return edit(schedule, rng.choice(list(schedule.graphs.values())), rng)
@@ -326,10 +271,9 @@ def _of_any_graph(edit: mutants.Edit) -> Edit:
 EDITS: dict[str, Edit] = {
     edit.__name__.replace("_", " "): edit
     for edit in (
-        *(drop_token, other_token, token_of_another, reroute, drop_returned),
-        *(return_another, drop_update, update_again, reorder, retarget),
-        *(elsewhere, keep_elsewhere, swap_left, leave_another, leave_less),
-        *(keep_memory, free_at_once, free_early, help_with, help_early),
-        *(drop_offload, offload_again, not_late, *map(_of_any_graph, mutants.EDITS)),
+        *(other_token, token_of_another, drop_returned, return_another, drop_update),
+        *(update_again, reorder, elsewhere, keep_elsewhere, leave_another, leave_less),
+        *(free_at_once, help_with, help_early, drop_offload, offload_again),
+        *map(_of_any_graph, mutants.EDITS),
     )
 }
