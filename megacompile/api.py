@@ -1,15 +1,11 @@
-"""The public functions `megacompile()`, `save()` and `accumulate()`.
-
-With `inspection`, this module connects `plan` and `runtime`, which do not import each other.
-"""
+"""The public functions `megacompile()`, `save()` and `accumulate()`."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Never, TypeVar, cast
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,19 +18,15 @@ from megacompile.cost.rank_rates import agree, agree_disks, ranks_of_host, use_c
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
-from megacompile.passes.stages.units import find_units
-from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.setting import Setting
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.match import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.model.methods import replace_methods
-from megacompile.runtime.model.owners import refuse_shared
-from megacompile.runtime.model.start import HostRoom, ranks_that_share
-from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
-from megacompile.runtime.model.submodule_calls import is_part
+from megacompile.runtime.model.methods import ModuleCall, replace_methods
+from megacompile.runtime.model.start import ranks_that_share
+from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
 from megacompile.validate import (
     check_model,
     check_optimizer,
@@ -79,7 +71,6 @@ def megacompile(
     slots: int | None = None,
     cuda_graphs: bool = True,
     detect_anomaly: bool = False,
-    **removed: Never,
 ) -> M:
     """Compile a model whose parameters and gradients stream between host and device memory.
 
@@ -152,8 +143,6 @@ def megacompile(
         slots: device buffers for prefetched buckets, at least `lookahead + 1`.
         cuda_graphs: capture a model that fits as CUDA graphs, and replay them in each step.
         detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf.
-        removed: not an option. The name of a removed option raises an error that names its
-            replacement.
 
     Raises:
         ModelError: `model` is not a module, its parameters cannot be streamed, or another
@@ -178,9 +167,9 @@ def megacompile(
             optimizer.zero_grad()
     """
     given = {**locals()}  # the parameters: no other local exists yet
-    del given["model"], given["checkpoint"], given["removed"]
+    del given["model"], given["checkpoint"]
     log.configure()
-    options = Options.resolve(**given, **removed)
+    options = Options.resolve(**given)
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
@@ -212,28 +201,26 @@ def _make(
     # without a checkpoint, `mesh` refuses parameters on meta
     wanted = options.mesh is None or checkpoint is not None
     contents = _contents(model, checkpoint) if wanted else None
+    device_bytes = 0  # for resident buckets
+    if options.device.type == "cuda" and options.resident != 0:
+        device_bytes = options.gpu_memory or compat.free_device_bytes(options.device)
     rows = host_rows(
         model,
         gradients=options.optimizer is None,
-        device_bytes=0 if options.resident == 0 else _device_bytes(options),
+        device_bytes=device_bytes,
         on_disk=bool(options.disk_weights) or options.may_store_weights,
         ranks=options.ranks,
     )
     check_host_memory(rows, options.host_memory)
-    room = _room(rows, options) if options.may_store_weights else None
-    compiler = functools.partial(PassCompiler, _setting(model, options, ranks))
+    # left for parameters after the rows that are needed in any case
+    new_bytes = free_bytes(options.host_memory) - sum(size for _, size in rows)
+    setting = _setting(model, options, ranks)
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they start while parameters move
         compile_pool.start(options.device)
-    divide = functools.partial(
-        find_units,
-        compute_dtype=options.compute_dtype,
-        ranks=options.ranks,
-        replicas=options.replicas,
-    )
     try:
         with compat.on_host():
-            streamed = StreamedModel(model, options, divide, compiler, contents, room)
+            streamed = StreamedModel(model, setting, contents, new_bytes)
     except BaseException:
         compile_pool.stop()
         raise
@@ -241,17 +228,10 @@ def _make(
     replace_methods(model, shared=options.mesh is not None)
     machine = streamed.machine
     layouts = [bucket.layout for bucket in machine.buckets.values()]
-    node = machine.host_budget.node
-    log.buckets_placed(type(model).__name__, layouts, "" if node is None else str(node))
+    log.buckets_placed(type(model).__name__, layouts, machine.host_budget.node)
     for listener in tuple(LISTENERS):
         listener(model)
     return model
-
-
-def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
-    """Host memory left for parameters after the rows that are needed in any case."""
-    limit = options.host_memory
-    return HostRoom(limit, free_bytes(limit) - sum(size for _, size in rows))
 
 
 def _is_megacompiled(
@@ -260,7 +240,7 @@ def _is_megacompiled(
     """True if the model is already megacompiled with these options. Raises for other options, and
     for a model that cannot be megacompiled."""
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
-    if is_part(present):  # part of another model: `refuse_shared` has the better error
+    if isinstance(present, ModuleCall):  # of another model: `refuse_shared` has a better error
         present = None
     shared = isinstance(present, StreamedModel) and present.options.mesh is not None
     check_model(model, meta=True, sharded=shared)
@@ -306,26 +286,15 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
     disk_bytes = None if disk is None else disk.share_bytes
     if not all(ranks.all_gather_object(options.plans)):
         return Setting(options, None, host_bytes, agreed, disk_bytes)
-    budgets = [
-        size
-        for both in ranks.all_gather_object((options.host_memory, host_bytes))
-        for size in both
-        if size
-    ]
+    each = ranks.all_gather_object((options.host_memory, host_bytes))
+    least_bytes = min((size for both in each for size in both if size), default=None)
 
     def least(size_bytes: int) -> int:
         """The smallest of the ranks' sizes of device memory."""
         sizes: list[int] = ranks.all_gather_object(size_bytes)
         return min(sizes)
 
-    return Setting(options, None, min(budgets, default=None), agreed, disk_bytes, least)
-
-
-def _device_bytes(options: Options) -> int:
-    """Device memory for resident buckets; 0 on the CPU, where it is host memory."""
-    if options.device.type != "cuda":
-        return 0
-    return options.gpu_memory or compat.free_device_bytes(options.device)
+    return Setting(options, None, least_bytes, agreed, disk_bytes, least)
 
 
 def _contents(

@@ -26,15 +26,9 @@ _SHARE_BYTES = 6 * 2**30  # upper bound of that reserve
 
 
 def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:
-    """Raise if planned allocations do not fit, before anything is allocated.
-
-    Args:
-        rows: (what, additional bytes).
-        limit_bytes: the user's `host_memory`; None: the free memory, less a margin.
-
-    Raises:
-        HostMemoryError: with a table of `rows`.
-    """
+    """Raise a HostMemoryError, with a table of `rows` of (what, additional bytes), if planned
+    allocations do not fit into the user's limit, or into the free memory, less a margin; before
+    anything is allocated."""
     if lines := too_small(rows, free_bytes(limit_bytes)):
         raise HostMemoryError("megacompile(): host memory is too small\n" + "\n".join(lines[1:]))
 
@@ -97,10 +91,8 @@ def available_bytes() -> int:
 def in_ram_bytes() -> int:
     """Anonymous and shared memory of this process in RAM, page-locked memory included. On systems
     that do not distinguish them, pages of files count too."""
-    kinds: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        kinds = dict(line.split(":", 1) for line in lines)
+    lines = _read(Path("/proc/self/status")).splitlines()
+    kinds = dict(line.split(":", 1) for line in lines)
     if "RssAnon" in kinds and "RssShmem" in kinds:
         return 1024 * sum(int(kinds[name].split()[0]) for name in ("RssAnon", "RssShmem"))
     return int(psutil.Process().memory_info().rss)
@@ -125,9 +117,7 @@ def _cgroups() -> list[dict[str, int]]:
 
 def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
     """Location of this process's cgroup: its root folder, its path, and the names of its files."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    lines = _read(Path("/proc/self/cgroup")).splitlines()
     paths = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}
     for line in lines:
         _, _, rest = line.partition(":")
@@ -143,11 +133,10 @@ def _figures(place: Path, names: dict[str, str]) -> dict[str, int]:
     files than it must."""
     found: dict[str, int] = {}
     for name in (*names, "memory.stat"):  # the limit comes first
-        with contextlib.suppress(OSError):
-            for line in (place / name).read_text().splitlines():
-                key, _, value = line.rpartition(" ")
-                if (known := names.get(name) or _FILES.get(key)) and value != "max":
-                    found[known] = int(value)
+        for line in _read(place / name).splitlines():
+            key, _, value = line.rpartition(" ")
+            if (known := names.get(name) or _FILES.get(key)) and value != "max":
+                found[known] = int(value)
         if "max" not in found:
             break
     return found
@@ -155,34 +144,34 @@ def _figures(place: Path, names: dict[str, str]) -> dict[str, int]:
 
 def _rlimits() -> list[tuple[int, int]]:
     """Limits of this process (`ulimit -v`, `ulimit -d`), and its use of each."""
-    if resource is None:
+    pages = _read(Path("/proc/self/statm")).split()
+    if resource is None or not pages:
         return []
-    try:
-        pages = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return []
-    found = []
-    for kind, at in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
-        limit, _ = resource.getrlimit(kind)
-        if limit != resource.RLIM_INFINITY:
-            found.append((limit, int(pages[at]) * resource.getpagesize()))
-    return found
+    places = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
+    limits = [(resource.getrlimit(kind)[0], int(pages[k])) for kind, k in places]
+    page_bytes, none = resource.getpagesize(), resource.RLIM_INFINITY
+    return [(limit, used * page_bytes) for limit, used in limits if limit != none]
 
 
-# Page-locked memory of this process, and the limit that the system sets.
-#
-# The limit is not known in advance. NVIDIA's driver ignores `ulimit -l`; WSL 2 may allow as little
-# as 0.5 GiB, and some containers none. So the limit is found by trying: an amount that was refused
-# is not requested again, and the remaining buffers stay pageable. The numbers are the same, but
-# copies are slower, and plans count on that (`megacompile.cost.hardware`).
+def _read(path: Path) -> str:
+    """The text of a file of the system; "" if there is none."""
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 class PageLocks:
-    """Sizes of locked buffers, and of those that the system refused to lock, by address."""
+    """The page-locked memory of this process, and the limit that the system sets.
+
+    The limit is not known in advance. NVIDIA's driver ignores `ulimit -l`; WSL 2 may allow as
+    little as 0.5 GiB, and some containers none. So it is found by trying: an amount that was
+    refused is not requested again, and the remaining buffers stay pageable. The numbers are the
+    same, but copies are slower, and plans count on that (`megacompile.cost.hardware`).
+    """
 
     def __init__(self) -> None:
-        self._locked: dict[int, int] = {}  # dictionaries, for access by several threads
-        self._pageable: dict[int, int] = {}
+        self._locked: dict[int, int] = {}  # bytes by address; for access by several threads
+        self._pageable: dict[int, int] = {}  # the same, of buffers that the system refused to lock
         self._refused_bytes: int | None = None  # smallest total that was refused
 
     @property
@@ -212,8 +201,16 @@ class PageLocks:
                 self._pageable.pop(address, None)
                 return True
             self._refused_bytes = now
-            _forget_error()
-            self._say(size_bytes, error)
+            with contextlib.suppress(RuntimeError, AssertionError):  # torch without CUDA
+                torch.ones(1, device="cuda")  # or the next kernel would raise the thread's error
+            notices.warn_once(
+                "memory that stays pageable",
+                f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
+                f"{error}, with {format_bytes(self.locked_bytes)} locked: the system locks no more "
+                "memory; the rest stays pageable, its copies run at about half the speed, and "
+                "plans count on that (shown once)",
+                notices.Whose.RANK,
+            )
         self._pageable[address] = size_bytes
         return False
 
@@ -227,16 +224,6 @@ class PageLocks:
         finally:
             self._locked.pop(address, None)  # not before: another thread may lock meanwhile
 
-    def _say(self, size_bytes: int, error: int) -> None:
-        notices.warn_once(
-            "memory that stays pageable",
-            f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
-            f"{error}, with {format_bytes(self.locked_bytes)} locked: the system locks no more "
-            "memory; the rest stays pageable, its copies run at about half the speed, and plans "
-            "count on that (shown once)",
-            notices.Whose.RANK,
-        )
-
 
 PAGE_LOCKS = PageLocks()  # the limit holds for the process
 
@@ -247,9 +234,3 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:  # torch has cleared CUDA's error
         return torch.empty(shape, dtype=dtype)
-
-
-def _forget_error() -> None:
-    """Clear the thread's last CUDA error with a small kernel; the next kernel would raise it."""
-    with contextlib.suppress(RuntimeError, AssertionError):  # torch without CUDA
-        torch.ones(1, device="cuda")

@@ -15,13 +15,11 @@ from megacompile.log import KERNELS, UPDATES
 from megacompile.options import Lowering
 from megacompile.plan import alternatives
 from megacompile.plan.alternatives import Planned
-from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation
 from megacompile.plan.findings import Moved
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
-from megacompile.runtime.ops.machine import Machine
 from megacompile.views.recorder import Trace as Trace
 from megacompile.views.recorder import Traced
 
@@ -108,8 +106,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
             name += f" {names[name]}"
-        compiler = streamed.buckets.plans.compiler
-        cost = compiler.setting.cost() if isinstance(compiler, PassCompiler) else None
+        cost = streamed.buckets.setting.cost()
         traced.append(Traced(name, streamed.machine, streamed.captures.schedules, cost))
     made = Trace(traced, hardware)
     for model in models:
@@ -161,9 +158,12 @@ def explain(
     if not made:
         raise ModelError(f"explain(): {name} has no schedule: {_why_none(streamed)}")
     options, compiler = streamed.options, streamed.buckets.plans.compiler
-    assert isinstance(compiler, PassCompiler)
     machine = hardware or compiler.setting.rates()
     device_bytes = compiler.budget.limit_bytes or machine.device_bytes
+    moved = None
+    if (disk := streamed.machine.disk) is not None:
+        read, written = (disk.moved_bytes(way) for way in (Way.READ, Way.WRITE))
+        moved = Moved(read, written, streamed.machine.steps)
     now = Scenario(
         tuple(made),
         machine,
@@ -189,23 +189,16 @@ def explain(
         changes=alternatives.changes(now, other, planned) if changes else (),
         budgets=alternatives.budgets(now, other, planned) if changes else (),
         locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
-        numa_node=None if node is None else node.short,
+        numa_node=None if node is None else str(node),
         rates=() if agreed is None else agreed.ranks,
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
-        moved=_moved(streamed.machine),
+        moved=moved,
         code={
             "stages": streamed.machine.code,
             "updates in C++": UPDATES,
             "kernels in Triton": KERNELS,
         },
     )
-
-
-def _moved(machine: Machine) -> Moved | None:
-    if machine.disk is None:
-        return None
-    read, written = (machine.disk.moved_bytes(way) for way in (Way.READ, Way.WRITE))
-    return Moved(read, written, machine.steps)
 
 
 # The last trace of each model, as long as the user keeps it.

@@ -15,13 +15,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import OptionError
-from megacompile.runtime.model.full_parameters import full_parameters as iterate
-from megacompile.runtime.model.full_parameters import (
-    hugging_face_names,
-    refuse_packed,
-    refuse_unknown,
-    refuse_unmerged,
-)
+from megacompile.runtime.model import full_parameters as on_device
 from megacompile.runtime.model.restore import restore
 from megacompile.runtime.model.streamed import StreamedModel, streamed_around, streamed_model
 
@@ -127,14 +121,14 @@ def eager(model: nn.Module) -> Iterator[None]:
             for _ in range(256):
                 token = model(token, cache=cache)[:, -1:].argmax(-1)
     """
-    with _model_of_block(model).eager.block():
+    with _model_of_block(model).captures.eager.block():
         yield
 
 
 @compat.opaque
 def _model_of_block(model: nn.Module) -> StreamedModel:
     streamed = streamed_around(compat.without_torch_compile(model), "eager")
-    streamed.refuse_in_call("eager()")
+    streamed.refuse_in_use("eager()", in_backward=False)
     return streamed
 
 
@@ -170,11 +164,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     inner = compat.without_torch_compile(model)
     streamed = streamed_around(inner, "full_parameters")
-    refuse_unmerged(inner)
-    refuse_packed(inner)
-    names = hugging_face_names(inner)
-    refuse_unknown(streamed, names)
-    return iterate(streamed, names)
+    names = on_device.hugging_face_names(inner)
+    on_device.check(streamed, inner, names)
+    return on_device.full_parameters(streamed, names)
 
 
 def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:

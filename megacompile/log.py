@@ -39,10 +39,9 @@ SUBJECTS = {
     "ranks": "the rank that stops the others, and why",
     "time": "the slow parts of the first step, and their times",
 }
-_LEAST_S = 0.01  # shorter times are not logged
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
-_configured: str | None = None  # the variable when it was last read
+_configured = ""  # the variable when it was last read
 _levels: dict[str, int] = {}  # of the subjects that it named
 _handler: logging.Handler | None = None
 
@@ -65,22 +64,17 @@ class Lazy:
 
 
 def configure() -> None:
-    """Apply MEGACOMPILE_LOG, once for each value.
-
-    Raises:
-        OptionError: it names an unknown subject.
-    """
+    """Apply MEGACOMPILE_LOG, once for each value. Raises an OptionError if it names an unknown
+    subject."""
     global _configured, _handler, _levels
     value = os.environ.get(VARIABLE, "")
     root = logging.getLogger("megacompile")
     if root.level == logging.NOTSET:
         root.setLevel(logging.WARNING)
-    if value == (_configured or ""):
+    if value == _configured:
         return
-    levels, wants_help = parse(value)
+    levels = _parsed(value)
     _configured = value
-    if wants_help:
-        print(help_text(), file=sys.stderr)
     for subject in _levels.keys() | levels.keys():  # keeps levels that the user has set
         logger(subject).setLevel(levels.get(subject, logging.NOTSET))
     _levels = levels
@@ -94,42 +88,26 @@ def configure() -> None:
         root.propagate = False  # the root logger's handlers would print it again
 
 
-def parse(value: str) -> tuple[dict[str, int], bool]:
-    """Parse the variable's value: (level by subject, whether help is requested).
-
-    Raises:
-        OptionError: on an unknown subject.
-    """
+def _parsed(value: str) -> dict[str, int]:
+    """The level of each subject that the variable's value names; prints the help if it asks."""
     levels: dict[str, int] = {}
-    wants_help = False
-    for entry in value.split(","):
-        name = entry.strip()
-        level = logging.DEBUG if name.startswith("+") else logging.INFO
-        name = name.removeprefix("+").strip()
+    for entry in filter(None, map(str.strip, value.split(","))):
+        level = logging.DEBUG if entry.startswith("+") else logging.INFO
+        name = entry.removeprefix("+").strip()
         if name == "help":
-            wants_help = True
+            text = "=NAME,+NAME,...  logs these subjects to stderr, + at DEBUG; all: every one"
+            lines = [f"  {name:<8}  {subject}" for name, subject in SUBJECTS.items()]
+            print(VARIABLE + text, *lines, sep="\n", file=sys.stderr)
         elif name == "all":
             levels |= dict.fromkeys(SUBJECTS, level)
         elif name in SUBJECTS:
             levels[name] = level
-        elif name or entry.strip():
+        else:
             raise OptionError(
-                f"{VARIABLE}={value}: got {entry.strip()!r}; needed names among "
-                f"{', '.join(SUBJECTS)}, all, help, separated by commas, with + for DEBUG"
+                f"{VARIABLE}={value}: got {entry!r}; needed names among {', '.join(SUBJECTS)}, "
+                "all, help, separated by commas, with + for DEBUG"
             )
-    return levels, wants_help
-
-
-def help_text() -> str:
-    """A help text with one line for each subject."""
-    width = max(map(len, SUBJECTS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in SUBJECTS.items()]
-    return "\n".join(
-        [
-            f"{VARIABLE}=NAME,+NAME,...  logs these subjects to stderr, + at DEBUG; all: every one",
-            *lines,
-        ]
-    )
+    return levels
 
 
 # Messages, by subject.
@@ -137,13 +115,8 @@ def help_text() -> str:
 
 def captured(capture: Capture, stages: Schedule) -> None:
     """Log that Dynamo's graph was bound to its inputs and partitioned."""
-    logger("capture").info(
-        "%s: %d inputs on %s, %d stages",
-        capture.name,
-        len(capture.inputs),
-        capture.device,
-        len(stages.stages),
-    )
+    counts = len(capture.inputs), capture.device, len(stages.stages)
+    logger("capture").info("%s: %d inputs on %s, %d stages", capture.name, *counts)
 
 
 def pass_done(name: str, record: PassRecord, nodes_before: int) -> None:
@@ -161,7 +134,7 @@ def schedule_made(schedule: Schedule) -> None:
     kept = ", ".join(map(str, sorted(plan.keep))) or "none"
     reasons = "".join(f"; {reason}" for reason in plan.reasons)
     logger("plan").info("%s: keeps saved tensors of stages: %s%s", schedule.name, kept, reasons)
-    size = Lazy(lambda: format_bytes(sum(slot.size_bytes for slot in schedule.slots)))
+    size = format_bytes(sum(slot.size_bytes for slot in schedule.slots))
     logger("memory").info("%s: %d slots of %s", schedule.name, len(schedule.slots), size)
     logger("schedule").info("%s\n%s", schedule.name, Lazy(schedule.table))
     logger("schedule").debug("%s", Lazy(schedule.code))
@@ -170,20 +143,16 @@ def schedule_made(schedule: Schedule) -> None:
 def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -> None:
     """Log the default host memory budget of a model, and the memory left for other processes:
     (what, bytes)."""
-    left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside)
-    logger("memory").info(
-        "%s: host memory budget %s; reserved for other processes: %s",
-        name,
-        format_bytes(size_bytes),
-        left or "none",
-    )
+    left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside) or "none"
+    text = "%s: host memory budget %s; reserved for other processes: %s"
+    logger("memory").info(text, name, format_bytes(size_bytes), left)
 
 
-def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None:
-    """Log the host buckets of a model."""
-    total = Lazy(lambda: format_bytes(sum(bucket.size_bytes for bucket in buckets)))
+def buckets_placed(name: str, buckets: Sequence[Bucket], node: object = None) -> None:
+    """Log the host buckets of a model, and their NUMA node."""
+    total = format_bytes(sum(bucket.size_bytes for bucket in buckets))
     logger("memory").info("%s: %s in %d host buckets", name, total, len(buckets))
-    if node:
+    if node is not None:
         logger("memory").info("%s: host memory near the GPU: NUMA node %s", name, node)
     for bucket in buckets:
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
@@ -192,41 +161,28 @@ def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None
 def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> str:
     """Log that each set of sizes, or each value of a float, gets its own code. Returns the
     reason."""
-    why = str(error).strip().split("\n")[0]
-    if line := source_line(str(error)):
-        why = f"{why} ({line})"
-    text = f"each {what} gets its own code: {why}"
+    why, line = str(error).strip().split("\n")[0], source_line(str(error))
+    return _own_code(name, f"each {what} gets its own code: {why}{f' ({line})' if line else ''}")
+
+
+def other_sizes(name: str, fixed: Mapping[int | float, str], broken: str) -> str:
+    """Log why other sizes get their own code, and return it, or "": sizes and numbers that are
+    constants in the code (`fixed`, with the lines that read them), or the relation of sizes that an
+    existing program relies on (`broken`)."""
+    if fixed:
+        lines = ", ".join(dict.fromkeys(fixed.values()))
+        return _own_code(name, f"each value of a size gets its own code: {lines}")
+    return _own_code(name, f"other sizes need their own code: {broken}") if broken else ""
+
+
+def _own_code(name: str, text: str) -> str:
     logger("capture").info("%s: %s", name, text)
     return text
 
 
-def fixed_sizes(name: str, fixed: Mapping[int | float, str]) -> str:
-    """Log which changing sizes and numbers are constants in the code, and the lines that read them.
-    Returns the reason."""
-    for value, where in fixed.items():
-        text = "%s: each value of a size gets its own code, now %s: %s reads it"
-        logger("capture").info(text, name, value, where)
-    wheres = dict.fromkeys(fixed.values())
-    return f"each value of a size gets its own code: {', '.join(wheres)}" if wheres else ""
-
-
-def other_way(name: str, broken: str) -> str:
-    """Log the relation of sizes that an existing program relies on. Returns the reason for a new
-    one."""
-    if not broken:
-        return ""
-    logger("capture").info("%s: other sizes need their own code: %s", name, broken)
-    return f"other sizes need their own code: {broken}"
-
-
 def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:
-    """Log how a schedule got its code.
-
-    Args:
-        found: graphs with code in a cache.
-        made: graphs that were compiled.
-        beside: of the graphs found, those that the compile processes compiled meanwhile.
-    """
+    """Log how a schedule got its code: graphs `found` in a cache, `beside` of them compiled
+    meanwhile by the compile processes, and graphs `made` here."""
     if found or made:
         text = "%s: compiled %d templates in %.1f s (%d from the cache%s)"
         more = f", {beside} of them compiled by other processes" if beside else ""
@@ -240,8 +196,8 @@ def update_compiled(name: str, *, found: bool, time_s: float, what: str = "C++")
 
 
 def took(what: str, time_s: float) -> None:
-    """Log the time of a finished wait."""
-    if time_s >= _LEAST_S:
+    """Log the time of a finished wait, if it is long enough to matter."""
+    if time_s >= 0.01:
         logger("time").info("%s took %.2f s", what, time_s)
 
 

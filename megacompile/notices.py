@@ -15,7 +15,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from weakref import WeakKeyDictionary
 
@@ -31,46 +30,32 @@ class Whose(enum.Enum):
     RANK = "this rank: the warning has its number"
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """This process's rank among those that share models."""
-
-    number: int
-    is_first: bool
-    is_there: Callable[[], bool]  # True while the process group exists
-
-
-_rank: _Rank | None = None
+_rank: tuple[int, bool, Callable[[], bool]] | None = None  # the arguments of `in_rank`
 
 
 def in_rank(number: int, *, is_first: bool, is_there: Callable[[], bool]) -> None:
-    """Register this process as a rank of a shared model.
-
-    Args:
-        number: its rank.
-        is_first: True for the first rank of its mesh.
-        is_there: returns True while the process group exists.
-    """
+    """Register this process as a rank of a shared model; `is_first` of its mesh. `is_there` returns
+    True while the process group exists."""
     global _rank
-    if _rank is None or not _rank.is_there() or is_first:
-        _rank = _Rank(number, is_first, is_there)
+    if _rank is None or is_first or not _rank[2]():
+        _rank = number, is_first, is_there
 
 
 def warn(text: str, whose: Whose = Whose.ALL) -> None:
-    """Warn at the innermost line outside of megacompile and torch; in a thread without one, here.
-
-    Args:
-        text: the warning's text.
-        whose: the subject, which determines the ranks that show it.
-    """
-    if _rank is not None and _rank.is_there():
-        if whose is Whose.ALL and not _rank.is_first:
+    """Warn at the innermost line outside of megacompile and torch; in a thread without one,
+    here."""
+    if _rank is not None and _rank[2]():
+        number, is_first, _ = _rank
+        if whose is Whose.ALL and not is_first:
             return
         if whose is Whose.HOST and os.environ.get("LOCAL_RANK", "0") != "0":
             return
         if whose is Whose.RANK:
-            text = f"rank {_rank.number}: {text}"
-    frame = _users_frame() or sys._getframe()
+            text = f"rank {number}: {text}"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _is_passed(frame):
+        frame = frame.f_back
+    frame = frame or sys._getframe()
     warnings.warn_explicit(
         text,
         UserWarning,
@@ -85,15 +70,8 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
 def warn_once(
     subject: str, text: str, whose: Whose = Whose.ALL, *, of: object | None = None
 ) -> None:
-    """Warn, unless the subject was warned of before.
-
-    Args:
-        subject: names the warning.
-        text: as for `warn`.
-        whose: as for `warn`.
-        of: the object that the warning is about, such as a model; each object gets its own warning.
-            Default: the process.
-    """
+    """Warn, unless `is_new` was called with the subject (for the process, or for an object such as
+    a model)."""
     if is_new(subject, of):
         warn(text, whose)
 
@@ -118,13 +96,6 @@ def say_again() -> None:
 
 _said: set[str] = set()
 _said_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
-
-
-def _users_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and _is_passed(frame):
-        frame = frame.f_back
-    return frame
 
 
 def _is_passed(frame: FrameType) -> bool:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,10 +37,7 @@ Syscall = Callable[..., int]
 
 _SYSFS = Path("/sys")
 _DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT and MPOL_PREFERRED, of linux/mempolicy.h
-_NUMBERS = {  # of get_mempolicy and mbind
-    "x86_64": (239, 237),
-    "aarch64": (236, 235),
-}
+_NUMBERS = {"x86_64": (239, 237), "aarch64": (236, 235)}  # of get_mempolicy and mbind
 _WORD = 64  # bits of an unsigned long
 
 
@@ -52,32 +50,21 @@ class Node:
     cores: frozenset[int]  # of this node, usable by the process; the system's numbers
     siblings: int = 1  # hardware threads that share a physical core
 
-    @property
-    def short(self) -> str:
-        """ "1 of 2"."""
-        return f"{self.number} of {self.count}"
-
     def __str__(self) -> str:
-        return f"{self.short} (cores {_ranges(self.cores)})"
+        return f"{self.number} of {self.count}"
 
 
 def node_of(device: torch.device, root: Path = _SYSFS) -> Node | None:
-    """Find the node that a GPU is attached to.
-
-    Args:
-        root: mount point of sysfs.
-
-    Returns:
-        None if memory and threads should be left alone: see above.
-    """
+    """Find the node that a GPU is attached to; None if memory and threads should be left alone: see
+    above. sysfs is mounted at `root`."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    domain, bus, slot = (getattr(properties, name, None) for name in names)
-    if domain is None or bus is None or slot is None:
+    place: list[Any] = [getattr(properties, name, None) for name in names]
+    if None in place:
         return None
-    node = node_at(f"{domain:04x}:{bus:02x}:{slot:02x}.0", root)
+    node = node_at("{:04x}:{:02x}:{:02x}.0".format(*place), root)
     return None if node is None or _has_policy() else node
 
 
@@ -109,14 +96,8 @@ def _siblings(cores: Collection[int], root: Path) -> int:
 
 
 def prefer(address: int, size_bytes: int, node: Node) -> bool:
-    """Request that untouched pages come from a node, regardless of the thread that touches them.
-
-    Args:
-        address: page-aligned, in a mapping.
-
-    Returns:
-        False if the system refuses.
-    """
+    """Request that untouched pages come from a node, regardless of the thread that touches them;
+    False if the system refuses. `address` is page-aligned, in a mapping."""
     words = node.number // _WORD + 1
     mask = (ctypes.c_ulong * words)()
     mask[node.number // _WORD] = 1 << node.number % _WORD
@@ -130,21 +111,20 @@ def prefer(address: int, size_bytes: int, node: Node) -> bool:
         bits,
         ctypes.c_uint(0),
     )
-    if error:
-        _say_refused(error)
+    if error and notices.is_new(f"mbind is refused with error {error}"):
+        why = os.strerror(error) if error > 0 else "not known here"
+        text = "mbind is refused (%s): memory is on the node of the thread that touches it first"
+        logger("memory").info(text, why)
     return not error
 
 
 def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozenset[int]:
-    """The cores for threads of updates; none: the system decides.
+    """The cores for threads of updates, of which each of `processes` with GPUs on the node has
+    `threads`; none: the system decides.
 
     Threads run near the GPU if the node has a core for each. Otherwise they need the cores and
     memory bandwidth of other nodes too: memory that only the CPU uses, such as optimizer states, is
     placed by its thread.
-
-    Args:
-        threads: number of this process.
-        processes: number of processes with GPUs on the node, each with as many threads.
     """
     fits = node is not None and threads * processes * node.siblings <= len(node.cores)
     return node.cores if node is not None and fits else frozenset()
@@ -207,34 +187,10 @@ def _syscall() -> Syscall:
     )
 
 
-def _say_refused(error: int) -> None:
-    if not notices.is_new(f"mbind is refused with error {error}"):
-        return
-    why = os.strerror(error) if error > 0 else "not known here"
-    logger("memory").info(
-        "mbind is refused (%s): host memory is on the node of the thread that touches it first", why
-    )
-
-
 def _cores(text: str) -> frozenset[int]:
-    """Parses "0-3,8" to 0, 1, 2, 3, 8.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Parse "0-3,8" to 0, 1, 2, 3, 8."""
     found = set[int]()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return frozenset(found)
-
-
-def _ranges(cores: Collection[int]) -> str:
-    """Format cores as ranges: the inverse of `_cores`."""
-    parts: list[list[int]] = []
-    for core in sorted(cores):
-        if parts and parts[-1][-1] == core - 1:
-            parts[-1][1:] = [core]
-        else:
-            parts.append([core])
-    return ",".join("-".join(map(str, part)) for part in parts)

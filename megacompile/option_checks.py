@@ -7,8 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,26 @@ from megacompile.runtime.optim.registry import RULES, listed, rule_of
 _E = TypeVar("_E", bound=enum.Enum)
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """An option as the user gave it."""
 
     name: str
     value: Any
     above: Mapping[str, Any]  # the options declared above it, already checked
 
-    def wrong_type(self, needed: str) -> str:
-        """The message of an `OptionTypeError`."""
-        kind = type(self.value).__name__
-        return f"megacompile(): option {self.name!r} got {self.value!r} ({kind}); needed {needed}"
+    def wrong_type(self, needed: str) -> OptionTypeError:
+        """The error of a value of another type."""
+        got = f"option {self.name!r} got {self.value!r} ({type(self.value).__name__})"
+        return OptionTypeError(f"megacompile(): {got}; needed {needed}")
+
+    def wrong(self, needed: str) -> OptionError:
+        """The error of a value that is not accepted."""
+        return self.refused(f"; needed {needed}")
+
+    def refused(self, why: str) -> OptionError:
+        """The error of a value, with the text after it."""
+        value = str(self.value) if isinstance(self.value, torch.device) else self.value
+        return OptionError(f"megacompile(): got {self.name}={value!r}{why}")
 
 
 # --- numbers, flags, words
@@ -42,30 +49,31 @@ class Given:
 def flag(given: Given) -> bool:
     """True or False."""
     if not isinstance(given.value, bool):
-        raise OptionTypeError(given.wrong_type("True or False"))
+        raise given.wrong_type("True or False")
     return given.value
 
 
 def open_flag(given: Given) -> bool | None:
     """True, False or None."""
     if given.value is not None and not isinstance(given.value, bool):
-        raise OptionTypeError(given.wrong_type("True, False or None"))
+        raise given.wrong_type("True, False or None")
     return given.value
 
 
 def progress(given: Given) -> bool | None:
     """A flag, or None; False in all ranks of `mesh` but the first."""
-    shown = open_flag(given)
-    return shown if _is_first(given.above["mesh"]) else False
+    shown, mesh = open_flag(given), given.above["mesh"]
+    is_other = isinstance(mesh, DeviceMesh) and mesh.get_rank() != int(mesh.mesh.flatten()[0])
+    return False if is_other else shown
 
 
 def count(given: Given, *, least: int = 1, words: str = "") -> int:
     """An int of at least `least`; `words`: other accepted values, for errors."""
     value = given.value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionTypeError(given.wrong_type(f"{words}an int of at least {least}"))
+        raise given.wrong_type(f"{words}an int of at least {least}")
     if value < least:
-        raise OptionError(f"megacompile(): got {given.name}={value}; needed at least {least}")
+        raise given.wrong(f"at least {least}")
     return value
 
 
@@ -75,10 +83,9 @@ def slots(given: Given) -> int | None:
         return None
     number, lookahead = count(given, least=2), given.above["lookahead"]
     if number < lookahead + 1:
-        raise OptionError(
-            f"megacompile(): got slots={number} with lookahead={lookahead}; a prefetch "
-            f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
-            "raise slots or lower lookahead"
+        raise given.refused(
+            f" with lookahead={lookahead}; a prefetch {lookahead} stages ahead needs at least "
+            f"{lookahead + 1} slots; raise slots or lower lookahead"
         )
     return number
 
@@ -92,18 +99,15 @@ def member(choices: type[_E]) -> Callable[[Given], _E]:
     """Make the check for a member of an enum, or its value."""
 
     def check(given: Given) -> _E:
-        value = given.value
-        if isinstance(value, choices):
-            return value
-        names = ", ".join(repr(each.value) for each in choices)
-        if not isinstance(value, str):
-            raise OptionTypeError(given.wrong_type(f"one of {names}"))
+        if isinstance(given.value, choices):
+            return given.value
+        needed = "one of " + ", ".join(repr(each.value) for each in choices)
+        if not isinstance(given.value, str):
+            raise given.wrong_type(needed)
         try:
-            return choices(value)
+            return choices(given.value)
         except ValueError:
-            raise OptionError(
-                f"megacompile(): got {given.name}={value!r}; needed one of {names}"
-            ) from None
+            raise given.wrong(needed) from None
 
     return check
 
@@ -126,13 +130,12 @@ def one_of(names: tuple[str, ...]) -> Callable[[Given], Any]:
     allowed = [dtype(name) for name in names]
 
     def check(given: Given) -> Any:
-        value = given.value
         needed = "None or one of " + ", ".join(repr(each) for each in allowed)
-        if value is not None and not isinstance(value, (torch.dtype, str)):
-            raise OptionTypeError(given.wrong_type(needed))
-        if value is not None and value not in allowed:
-            raise OptionError(f"megacompile(): got {given.name}={value!r}; needed {needed}")
-        return value
+        if given.value is not None and not isinstance(given.value, (torch.dtype, str)):
+            raise given.wrong_type(needed)
+        if given.value is not None and given.value not in allowed:
+            raise given.wrong(needed)
+        return given.value
 
     return check
 
@@ -142,36 +145,31 @@ def one_of(names: tuple[str, ...]) -> Callable[[Given], Any]:
 
 def device(given: Given) -> torch.device:
     """An existing device; a CUDA device has its index."""
-    value = given.value
+    value, needed = given.value, "a 'cuda' device or 'cpu'"
     if value is None:
         value = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
-        raise OptionTypeError(given.wrong_type("a torch.device, 'cuda:0' or 'cpu'"))
+        raise given.wrong_type("a torch.device, 'cuda:0' or 'cpu'")
     if isinstance(value, int) and not 0 <= value < 128:  # torch keeps 8 bits: 256 is cuda:0
-        raise OptionError(f"megacompile(): got device={value}; needed the index of a CUDA device")
+        raise given.wrong("the index of a CUDA device")
     try:
         found = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     except RuntimeError:  # torch's message lists all its backends
-        raise OptionError(
-            f"megacompile(): got device={value!r}; needed a 'cuda' device or 'cpu'"
-        ) from None
+        raise given.wrong(needed) from None
     if found.type == "cpu":
         return torch.device("cpu")
+    given = given._replace(value=str(found))
     if found.type != "cuda":
-        raise OptionError(
-            f"megacompile(): got device={str(found)!r}; needed a 'cuda' device or 'cpu'"
-        )
+        raise given.wrong(needed)
     if not torch.cuda.is_available():
-        raise OptionError(
-            f"megacompile(): got device={str(found)!r}, but this machine has no CUDA device "
-            "(torch.cuda.is_available() is False); use device='cpu' or leave it out"
+        raise given.refused(
+            ", but this machine has no CUDA device (torch.cuda.is_available() is False); use "
+            "device='cpu' or leave it out"
         )
     index = torch.cuda.current_device() if found.index is None else found.index
     if index >= torch.cuda.device_count():
-        raise OptionError(
-            f"megacompile(): got device='cuda:{index}', but there are "
-            f"{torch.cuda.device_count()} CUDA devices; use an index below that"
-        )
+        there = f", but there are {torch.cuda.device_count()} CUDA devices; use an index below that"
+        raise given.refused(there)
     return torch.device("cuda", index)
 
 
@@ -181,12 +179,12 @@ def mesh(given: Given) -> DeviceMesh | None:
     mesh, device = given.value, given.above["device"]
     if mesh is None:
         return None
-    made = _MADE.format(kind=device.type)
+    made = (
+        f'init_device_mesh("{device.type}", (world_size,)), after '
+        "torch.distributed.init_process_group()"
+    )
     if not isinstance(mesh, DeviceMesh):
-        raise OptionTypeError(
-            f"megacompile(): option 'mesh' got {mesh!r} ({type(mesh).__name__}); needed a "
-            f"DeviceMesh: {made}"
-        )
+        raise given.wrong_type(f"a DeviceMesh: {made}")
     if not 1 <= mesh.ndim <= 2:
         raise OptionError(
             f"megacompile(): got a mesh of {mesh.ndim} dimensions; needed one, which shards, or "
@@ -200,8 +198,8 @@ def mesh(given: Given) -> DeviceMesh | None:
         )
     if mesh.device_type != device.type:
         raise OptionError(
-            f"megacompile(): got a mesh of {mesh.device_type!r} devices with device="
-            f"{str(device)!r}; needed {made}"
+            f"megacompile(): got a mesh of {mesh.device_type!r} devices with "
+            f"device={str(device)!r}; needed {made}"
         )
     if mesh.get_coordinate() is None:
         raise OptionError(
@@ -209,16 +207,6 @@ def mesh(given: Given) -> DeviceMesh | None:
             "only in the ranks of the mesh"
         )
     return mesh
-
-
-def _is_first(mesh: object) -> bool:
-    """True if this process is the first rank of a mesh, or the only process."""
-    if not isinstance(mesh, DeviceMesh):
-        return True
-    return bool(mesh.get_rank() == int(mesh.mesh.flatten()[0]))
-
-
-_MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
 
 
 # --- memory
@@ -264,7 +252,7 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
         needed = f"one that has parameters: {value.__name__}(model.parameters(), ...)"
     if not isinstance(value, torch.optim.Optimizer):
-        raise OptionTypeError(given.wrong_type(needed))
+        raise given.wrong_type(needed)
     rule = rule_of(value)
     why_not = "" if rule is None else rule.unsupported_reason(value)
     if rule is not None and not why_not:
@@ -278,31 +266,33 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
 
 def device_update(given: Given) -> float | None:
     """A share for device updates, or None."""
-    value = given.value
+    value, above = given.value, given.above
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionTypeError(given.wrong_type("None or a number from 0 to 1"))
+        raise given.wrong_type("None or a number from 0 to 1")
     if not 0 <= value <= 1:  # nor nan
-        raise OptionError(f"megacompile(): got {given.name}={value}; needed a number from 0 to 1")
-    got = f"megacompile(): got device_update={float(value)} with"
-    if value and given.above["optimizer"] is not None:
-        raise OptionError(
-            f"{got} optimizer=..., which makes every update in the backward; leave one of them out"
+        raise given.wrong("a number from 0 to 1")
+    given = given._replace(value=float(value))
+    if value and above["optimizer"] is not None:
+        raise given.refused(
+            " with optimizer=..., which makes every update in the backward; leave one of them out"
         )
-    if value and given.above["lowering"] is Lowering.EAGER:
-        raise OptionError(
-            f"{got} lowering='eager', which updates with torch.optim itself; leave out "
+    if value and above["lowering"] is Lowering.EAGER:
+        raise given.refused(
+            " with lowering='eager', which updates with torch.optim itself; leave out "
             "device_update, or use lowering='inductor'"
         )
-    if value and given.above["disk_weights"]:
-        raise OptionError(
-            f"{got} disk_weights=True; the host updates parameters on a disk; leave one of them out"
+    if value and above["disk_weights"]:
+        raise given.refused(
+            " with disk_weights=True; the host updates parameters on a disk; leave one of them out"
         )
     return float(value)
 
 
 # --- the disk
+
+_NO_FOLDER = " without disk=; pass disk='/folder' too, or leave out"
 
 
 def disk(given: Given) -> str | None:
@@ -310,17 +300,13 @@ def disk(given: Given) -> str | None:
     if given.value is None:
         return None
     if not isinstance(given.value, (str, os.PathLike)):
-        raise OptionTypeError(given.wrong_type("None or the path of a folder"))
+        raise given.wrong_type("None or the path of a folder")
     path = os.path.abspath(os.fsdecode(given.value))
+    given = given._replace(value=path)
     if sys.platform != "linux":
-        raise OptionError(
-            f"megacompile(): got disk={path!r}; scratch files need Linux; leave it out"
-        )
+        raise given.refused("; scratch files need Linux; leave it out")
     if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
-        raise OptionError(
-            f"megacompile(): got disk={path!r}; needed a folder that this process can write to, on "
-            "a local disk"
-        )
+        raise given.wrong("a folder that this process can write to, on a local disk")
     return path
 
 
@@ -330,33 +316,24 @@ def disk_memory(given: Given) -> int | None:
         return None
     folder = given.above["disk"]
     if folder is None:
-        raise OptionError(
-            f"megacompile(): got disk_memory={given.value!r} without disk=; pass disk='/folder' "
-            "too, or leave out disk_memory"
-        )
+        raise given.refused(f"{_NO_FOLDER} disk_memory")
     return parse_bytes(given.name, given.value, shutil.disk_usage(folder).free)
-
-
-_NO_FOLDER = "without disk=; pass disk='/folder' too"
 
 
 def disk_weights(given: Given) -> bool | None:
     """A flag, or None. True only where parameters can be on a disk."""
-    asked, compute_dtype = open_flag(given), given.above["compute_dtype"]
-    wrong = _NO_FOLDER if given.above["disk"] is None else ""
-    if not wrong and compute_dtype is not None:
-        wrong = (
-            f"with compute_dtype={compute_dtype}; float32 masters cannot be on a disk; leave "
-            "out compute_dtype"
+    asked, above = open_flag(given), given.above
+    if asked and above["disk"] is None:
+        raise given.refused(f"{_NO_FOLDER} disk_weights")
+    if asked and above["compute_dtype"] is not None:
+        raise given.refused(
+            f" with compute_dtype={above['compute_dtype']}; float32 masters cannot be on a disk; "
+            "leave out compute_dtype, or leave out disk_weights"
         )
-    if asked and wrong:
-        raise OptionError(
-            f"megacompile(): got disk_weights=True {wrong}, or leave out disk_weights"
-        )
-    if asked and given.above["mesh"] is not None:
-        raise OptionError(
-            "megacompile(): got disk_weights=True with mesh=...; shards of parameters cannot be "
-            "on a disk; leave one of them out (disk= alone stores optimizer states)"
+    if asked and above["mesh"] is not None:
+        raise given.refused(
+            " with mesh=...; shards of parameters cannot be on a disk; leave one of them out "
+            "(disk= alone stores optimizer states)"
         )
     return asked
 
@@ -364,12 +341,11 @@ def disk_weights(given: Given) -> bool | None:
 def disk_saved(given: Given) -> bool | None:
     """A flag, or None. True only where saved tensors are offloaded."""
     asked, activations = open_flag(given), given.above["activations"]
-    wrong = _NO_FOLDER if given.above["disk"] is None else ""
-    if not wrong and activations not in (Activations.OFFLOAD, Activations.AUTO):
-        wrong = (
-            f"with activations={activations.value!r}; only offloaded tensors go on to a disk; use "
-            "activations='offload'"
+    if asked and given.above["disk"] is None:
+        raise given.refused(f"{_NO_FOLDER} disk_saved")
+    if asked and activations not in (Activations.OFFLOAD, Activations.AUTO):
+        raise given.refused(
+            f" with activations={activations.value!r}; only offloaded tensors go on to a disk; use "
+            "activations='offload', or leave out disk_saved"
         )
-    if asked and wrong:
-        raise OptionError(f"megacompile(): got disk_saved=True {wrong}, or leave out disk_saved")
     return asked

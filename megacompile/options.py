@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import option_checks as checks
-from megacompile.errors import OptionError, OptionTypeError
+from megacompile.errors import OptionError
 from megacompile.option_values import COMPUTE_DTYPES, GRAD_DTYPES, STATE_DTYPES
 from megacompile.option_values import Activations as Activations
 from megacompile.option_values import Head as Head
@@ -28,14 +28,9 @@ _T = TypeVar("_T")
 def _option(
     check: Callable[[checks.Given], _T], default: Any = MISSING, *, alike: bool = False
 ) -> _T:
-    """A field of `Options`.
-
-    Args:
-        check: returns the field's value, or raises. It sees the options declared above.
-        default: the value of an omitted option. Without one, the check of None decides.
-        alike: True if ranks that share a model need the same value, because collectives or numbers
-            depend on it. Memory and disks may differ.
-    """
+    """A field of `Options`. `check` returns its value from those declared above, or raises; without
+    a default, the check of None decides. `alike`: ranks that share a model need the same value,
+    because collectives or numbers depend on it. Memory and disks may differ."""
     metadata = {"check": check, "alike": alike}
     field: _T = dataclasses.field(default=default, metadata=metadata)
     return field
@@ -47,20 +42,6 @@ class PlannedMesh:
 
     ranks: int  # ranks that shard
     replicas: int = 1
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions, as in a DeviceMesh: replicas are the first."""
-        return 1 if self.replicas == 1 else 2
-
-    def size(self, dim: int) -> int:
-        """Number of ranks of a dimension."""
-        return self.ranks if dim == self.ndim - 1 else self.replicas
-
-    def get_local_rank(self, dim: int = 0) -> int:
-        """Rank 0, whose part is the largest."""
-        del dim
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +84,8 @@ class Options:
         Raises:
             OptionError: a value is out of range or contradicts another, or the device does not
                 exist.
-            OptionTypeError: a value has the wrong type, or the option does not exist (also a
-                `TypeError`).
+            OptionTypeError: a value has the wrong type (also a `TypeError`).
         """
-        known = {field.name for field in fields(Options)}
-        for name in given:
-            if name in _REMOVED:
-                raise OptionTypeError(f"megacompile(): {name}= was removed; {_REMOVED[name]}")
-            if name not in known:
-                raise OptionTypeError(f"megacompile() got an unexpected keyword argument {name!r}")
         above: dict[str, Any] = {}
         for field in fields(Options):
             if field.name in given or field.default is MISSING:
@@ -128,17 +102,25 @@ class Options:
         With several, plans decide nothing that changes collectives: ranks with other input shapes,
         rates and budgets must issue the same ones.
         """
-        return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+        mesh = self.mesh
+        if mesh is None or isinstance(mesh, PlannedMesh):
+            return 1 if mesh is None else mesh.ranks
+        return mesh.size(mesh.ndim - 1)
 
     @property
     def replicas(self) -> int:
         """Number of ranks with the same shard of each parameter (HSDP)."""
-        return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh.size(0)
+        mesh = self.mesh
+        if mesh is None or isinstance(mesh, PlannedMesh):
+            return 1 if mesh is None else mesh.replicas
+        return 1 if mesh.ndim == 1 else mesh.size(0)
 
     @property
     def rank(self) -> int:
-        """This process's rank among those that shard the same parameters."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)
+        """This process's rank among those that shard the same parameters; in a planned mesh the
+        first, whose part is the largest."""
+        mesh = self.mesh
+        return mesh.get_local_rank(mesh.ndim - 1) if isinstance(mesh, DeviceMesh) else 0
 
     @property
     def least_slots(self) -> int:
@@ -216,14 +198,8 @@ class Options:
 
 
 def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """Raise if ranks have different options.
-
-    Args:
-        of_ranks: `Options.of_all_ranks` of each rank.
-
-    Raises:
-        OptionError: in all of them.
-    """
+    """Raise an OptionError, in all of them, if ranks have other options; from `of_all_ranks` of
+    each."""
     for rank, options in enumerate(of_ranks):
         for name, value in options.items():
             if value != of_ranks[0][name]:
@@ -231,9 +207,6 @@ def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
                     f"megacompile(): option {name!r} is {of_ranks[0][name]} in rank 0 and {value} "
                     f"in rank {rank}; pass the same in all ranks"
                 )
-
-
-_REMOVED = {"whole_buckets": "leave it out; ranks gather buckets on the GPUs"}
 
 
 def _as_given(name: str, value: Any) -> str:

@@ -64,14 +64,10 @@ def any_packed(params: Iterable[object]) -> bool:
 def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
     """The plain tensors of a parameter of `module`; empty for an ordinary parameter."""
     kind = _kind(type(param))
-    if kind is _Kind.ORDINARY:
-        return ()
     if kind is _Kind.WRAPPER:
         return _distinct(_inner(param, ""))
-    found = list(_states(module, param))
-    if not found:
-        return ()
-    return _distinct([("", param, module, ""), *found])
+    found = list(_states(module, param)) if kind is _Kind.STATEFUL else []
+    return _distinct([("", param, module, ""), *found]) if found else ()
 
 
 def own_leaves(module: nn.Module, prefix: str = "") -> Iterator[Leaf]:
@@ -146,15 +142,10 @@ def taken_apart(tensor: torch.Tensor) -> tuple[Wrapping, list[torch.Tensor]]:
     names, context = compat.flatten_wrapper(tensor)
     inner: list[Wrapping | None] = []
     found: list[torch.Tensor] = []
-    for name in names:
-        part = getattr(tensor, name)
-        nested = None
-        if is_wrapper(part):
-            nested, parts = taken_apart(part)
-            found += parts
-        else:
-            found.append(part)
+    for part in (getattr(tensor, name) for name in names):
+        nested, parts = taken_apart(part) if is_wrapper(part) else (None, [part])
         inner.append(nested)
+        found += parts
     layout = tuple(tensor.shape), tuple(tensor.stride())
     wrapping = Wrapping(type(tensor), tuple(names), tuple(inner), context, *layout)
     return wrapping, found
@@ -187,16 +178,16 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class _Kind(enum.Enum):
-    ORDINARY = "ordinary"
-    WRAPPER = "wrapper"
-    STATEFUL = "stateful"  # a subclass of nn.Parameter, which may have a state
+    ORDINARY = enum.auto()  # also guarded parameters, proxies, torch's own wrappers
+    WRAPPER = enum.auto()
+    STATEFUL = enum.auto()  # a subclass of nn.Parameter, which may have a state
 
 
 @functools.cache
 def _kind(cls: type) -> _Kind:
     package = cls.__module__.partition(".")[0]
     if hasattr(cls, "stands_for") or package in (__name__.partition(".")[0], "torch"):
-        return _Kind.ORDINARY  # guarded parameters, proxies, torch's own wrappers
+        return _Kind.ORDINARY
     if compat.is_wrapper_class(cls):
         return _Kind.WRAPPER
     return _Kind.STATEFUL if issubclass(cls, nn.Parameter) else _Kind.ORDINARY
@@ -242,7 +233,7 @@ def _is_state(value: object, package: str) -> bool:
     return of_package and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
-def _distinct(found: Iterator[_Found] | Sequence[_Found]) -> list[Member]:
+def _distinct(found: Iterable[_Found]) -> list[Member]:
     """Make members, with one leaf for each memory."""
     first: dict[Any, torch.Tensor] = {}
     made = []

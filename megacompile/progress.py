@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tqdm import tqdm
@@ -39,35 +39,23 @@ class _Line:
     def show(self) -> None:
         """Show the current work."""
         if self.is_shown:
-            what = self.now()
-            print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
-            sys.stderr.flush()
+            text = f"{_ERASE}megacompile: {self.now()} ..." if self.now() else _ERASE
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 _lines: list[_Line] = []  # the outermost first
 _WAIT = "a wait off a terminal"
 
 
-@contextmanager
-def _printed_once(line: _Line) -> Iterator[None]:
-    """Print the current work if the block is long; once in this process."""
-
-    def say() -> None:
-        if (what := line.now()) and notices.is_new(_WAIT):
-            print(
-                f"megacompile: {what} ... (the first step may take minutes; shown once; "
-                f"{log.VARIABLE}=time logs the time of each part)",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    timer = threading.Timer(_LONG_S, say)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _print_once(line: _Line) -> None:
+    """Print the current work; once in this process."""
+    if (what := line.now()) and notices.is_new(_WAIT):
+        print(
+            f"megacompile: {what} ... (the first step may take minutes; shown once; "
+            f"{log.VARIABLE}=time logs the time of each part)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextmanager
@@ -98,13 +86,16 @@ def line(what: str, show: bool | None) -> Iterator[None]:
     elsewhere once if it takes long."""
     on_terminal = sys.stderr.isatty()
     mine = _Line(on_terminal if show is None else show)
-    is_quiet = on_terminal or show is not None or notices.was_said(_WAIT)
+    timer = threading.Timer(_LONG_S, _print_once, (mine,))
+    timer.daemon = True
+    if not (on_terminal or show is not None or notices.was_said(_WAIT)):
+        timer.start()
     _lines.append(mine)
     try:
         now(what)
-        with nullcontext() if is_quiet else _printed_once(mine):
-            yield
+        yield
     finally:
+        timer.cancel()
         now("")
         _lines.remove(mine)
         for phase_of_it, time_s in mine.took_s.items():
@@ -157,7 +148,5 @@ def phase(what: str) -> Iterator[None]:
 
 def _line() -> _Line | None:
     """The innermost line of this thread, or None."""
-    if not _lines:
-        return None
-    mine = threading.get_ident()
+    mine = threading.get_ident() if _lines else 0
     return next((line for line in reversed(_lines) if line.thread == mine), None)

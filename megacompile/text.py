@@ -14,8 +14,7 @@ def printable(text: str) -> str:
     """Text on one line: newlines and other unprintable characters are escaped."""
     if text.isprintable():
         return text
-    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(escaped)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def source_line(traceback: str) -> str:

@@ -11,13 +11,8 @@ from megacompile.packed import leaves, packed_parameters
 
 
 def check_model(model: object, *, meta: bool = False, sharded: bool = False) -> None:
-    """Raise `ModelError` if a model cannot be streamed.
-
-    Args:
-        model: the user's argument.
-        meta: parameters may be on meta, because they will get values.
-        sharded: parameters may be DTensors, because several ranks share the model.
-    """
+    """Raise `ModelError` if a model cannot be streamed. `meta`: parameters may be on meta, because
+    they will get values. `sharded`: they may be DTensors, because several ranks share the model."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"megacompile(): got {type(model).__name__}; needed a torch.nn.Module "
@@ -37,32 +32,23 @@ def check_model(model: object, *, meta: bool = False, sharded: bool = False) -> 
         )
     packed = {id(param) for _, _, param in packed_parameters(model)}
     for param_name, param in params.items():
-        if id(param) in packed:
-            _check_packed(f"{name}.{param_name}", param)
-        else:
-            part = compat.local(param) if sharded else param
-            _check_parameter(f"{name}.{param_name}", part, meta=meta)
-    leaf_of = {id(leaf.tensor): leaf for leaf in leaves(model)}
-    for leaf in leaf_of.values():
-        if leaf.packed:
-            _check_parameter(f"{name}.{leaf.name}", leaf.tensor, meta=meta)
-    tensors = {leaf.name: compat.local(leaf.tensor) for leaf in leaf_of.values()}
-    _refuse_shared_memory(name, tensors)
+        if id(param) in packed and param.requires_grad:
+            raise ModelError(
+                f"megacompile(): parameter {name}.{param_name} is a {type(param).__name__} that "
+                "requires grad; needed a frozen one, because quantized data have no gradients; use "
+                "requires_grad_(False) and train adapters (LoRA)"
+            )
+    parts = {id(leaf.tensor): leaf for leaf in reversed(list(leaves(model)))}  # by first names
+    for leaf in reversed(parts.values()):
+        part = compat.local(leaf.tensor) if sharded else leaf.tensor
+        _check_parameter(f"{name}.{leaf.name}", part, meta=meta)
+    _refuse_shared_memory(name, {p.name: compat.local(p.tensor) for p in parts.values()})
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
                 f"megacompile(): {name}.{module_name} has sparse=True, whose gradients are sparse "
                 "tensors; needed dense ones; set sparse=False"
             )
-
-
-def _check_packed(name: str, param: nn.Parameter) -> None:
-    if param.requires_grad:
-        raise ModelError(
-            f"megacompile(): parameter {name} is a {type(param).__name__} that requires grad; "
-            "needed a frozen one, because quantized data have no gradients; use "
-            "requires_grad_(False) and train adapters (LoRA)"
-        )
 
 
 def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
@@ -94,13 +80,10 @@ def _refuse_shared_memory(model: str, params: dict[str, torch.Tensor]) -> None:
     """Raise if parameters share memory: in buckets each would get its own."""
     spans = []
     for name, param in params.items():
-        if param.is_meta:  # no memory yet
-            continue
-        last = sum(
-            (size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True)
-        )
-        if last + 1 == param.numel():  # dense; slices of one tensor may interleave
-            spans.append((param.data_ptr(), (last + 1) * param.dtype.itemsize, name))
+        each = zip(param.shape, param.stride(), strict=True)
+        is_dense = 1 + sum((size - 1) * step for size, step in each) == param.numel()
+        if is_dense and not param.is_meta:  # slices of one tensor may interleave
+            spans.append((param.data_ptr(), param.nbytes, name))
     spans.sort()
     for (start, size_bytes, name), (other_start, _, other) in zip(spans, spans[1:], strict=False):
         if size_bytes and other_start < start + size_bytes:
@@ -158,13 +141,13 @@ def host_rows(
     on_disk: bool = False,
     ranks: int = 1,
 ) -> list[tuple[str, int]]:
-    """Rows of (what, bytes) of host memory that `megacompile()` needs beyond the model's own.
+    """Rows of (what, bytes) of host memory that `megacompile()` needs beyond the model's own, in
+    one of `ranks` that shard it.
 
     Args:
         gradients: True if gradients are kept on the host.
         device_bytes: device memory for resident buckets with their gradients.
         on_disk: True if parameters go to a disk.
-        ranks: number of ranks that shard each parameter.
     """
     sizes = [(tensor, -(-size // ranks)) for tensor, size in _sizes(model)]
     moved = [n for leaf, n in sizes if leaf.device.type != "cpu" and not on_disk]

@@ -70,7 +70,7 @@ class _Counts:
             from megacompile.runtime.model.streamed import streamed_model
 
             streamed = streamed_model(model, "benchmarks.loops")
-            programs = streamed.captures.programs_made()
+            programs = sum(graph.made for graph in streamed.captures.graphs)
             compiled = streamed.machine.code.found + streamed.machine.code.made
         graphs, frames = compat.captured_so_far()
         return _Counts(graphs, frames, programs, compiled)

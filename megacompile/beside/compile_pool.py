@@ -14,8 +14,7 @@ and the first step needs it. Workers that start later, after a graph of many sta
 (`expect`), load no kernels and take no device memory. In unusual cases (no caches, a graph or
 options that cannot be sent, a worker that ends or takes too long) this process compiles.
 
-MEGACOMPILE_COMPILE_PROCESSES sets the number of workers; 0: none. By default there are some on a
-machine with a GPU and many cores.
+MEGACOMPILE_COMPILE_PROCESSES sets their number; by default some with a GPU and many cores.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -74,7 +73,7 @@ class CompileJob(NamedTuple):
     inputs: bytes  # see `_described`
     settings: bytes  # see `compat.compile_settings`
     caches: dict[str, str]  # environment variables with the caches' folders
-    cpu_threads: int  # the number of threads that CPU code uses
+    cpu_threads: int
     loads: bool  # True if the process may load kernels, which takes device memory
 
 
@@ -114,15 +113,9 @@ class Jobs:
 
 
 class CompilePool:
-    """A pool of worker processes.
-
-    Args:
-        count: number of processes.
-        device: index of the GPU to compile for; None: the CPU.
-        threads: for kernels, per process.
-        loads: True if they may take device memory.
-        patience_s: time limit of one graph.
-    """
+    """A pool of `count` worker processes that compile for the GPU of an index (`device`; None: for
+    the CPU), with `threads` for kernels each. `loads`: they may take device memory. `patience_s`:
+    time limit of one graph."""
 
     def __init__(
         self,
@@ -164,13 +157,10 @@ class CompilePool:
         self._work()
 
     def _work(self) -> None:
-        if self._works:
-            return
+        for process in () if self._works else self._processes:
+            serve = functools.partial(self._serve, process)
+            threading.Thread(target=serve, name="megacompile-compile", daemon=True).start()
         self._works = True
-        for process in self._processes:
-            threading.Thread(
-                target=self._serve, args=(process,), name="megacompile-compile", daemon=True
-            ).start()
 
     def _serve(self, process: Process) -> None:
         """Send jobs to one process, one by one."""
@@ -187,15 +177,11 @@ class CompilePool:
             works = process.status is None
         process.stop()
         if self.is_over:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Fail the jobs that have not started."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self._jobs.get_nowait()
-                if item is not None:
-                    fulfil(item[0], _no_process)
+            with contextlib.suppress(queue.Empty):
+                while True:  # fail the jobs that have not started
+                    item = self._jobs.get_nowait()
+                    if item is not None:
+                        fulfil(item[0], _no_process)
 
     @property
     def is_over(self) -> bool:
@@ -232,16 +218,17 @@ def _job(graph: GraphToCompile, settings: Callable[[], bytes], loads: bool) -> C
 
 def _described(inputs: Sequence[torch.Tensor]) -> bytes:
     """Pickle the inputs' metadata and the hints of their symbols."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return replace(TensorMeta.of(value), requires_grad=False)
+        if compat.is_number(value):
+            hint, expression = compat.expression_of(value)
+            return Number(expression, hint)
+        return value
+
     fakes = compat.fakes_in(inputs)
-    metas = [
-        replace(TensorMeta.of(value), requires_grad=False)
-        if isinstance(value, torch.Tensor)
-        else Number(compat.expression_of(value)[1], compat.expression_of(value)[0])
-        if compat.is_number(value)
-        else value
-        for value in inputs
-    ]
-    return pickle.dumps(({} if fakes is None else fakes.hints, metas))
+    return pickle.dumps(({} if fakes is None else fakes.hints, list(map(described, inputs))))
 
 
 def _carry_out(process: Process, job: CompileJob) -> None:
@@ -269,11 +256,10 @@ def main(request: bytes) -> None:
         job = jobs.get()
         try:
             _compile(job, device, threads)
+            answer = _READY
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             answer = f"{type(error).__name__}: {first}"
-        else:
-            answer = _READY
 
 
 def _compile(job: CompileJob, device: int | None, threads: int) -> None:
@@ -313,15 +299,9 @@ def compiled() -> int:
 
 
 def start(device: torch.device, *, loads: bool = True) -> None:
-    """Start the pool, if it is not running.
-
-    Args:
-        device: the device to compile for.
-        loads: True if the processes may take device memory, for a model's first graphs.
-
-    Raises:
-        OptionError: MEGACOMPILE_COMPILE_PROCESSES is not a number.
-    """
+    """Start the pool for a device, if it is not running; `loads`: the processes may take device
+    memory, for a model's first graphs. Raises an OptionError if MEGACOMPILE_COMPILE_PROCESSES is
+    not a number."""
     global _pool
     if _pool is not None and not _pool.is_over:
         return
@@ -373,15 +353,8 @@ def stop() -> None:
 def compiling(
     graphs: Callable[[], Iterable[GraphToCompile]], count: int, device: torch.device
 ) -> Iterator[Take]:
-    """A context in which worker processes compile graphs. They end afterwards, unless kept.
-
-    Starts processes for many graphs if there are none. Yields `Jobs.take`.
-
-    Args:
-        graphs: called if there are processes.
-        count: number of graphs.
-        device: the device to compile for.
-    """
+    """A context in which worker processes compile `count` graphs for a device. They end afterwards,
+    unless kept. Starts processes for many graphs if there are none. Yields `Jobs.take`."""
     if count >= _MANY:
         start(device, loads=False)
     pool = _pool
@@ -400,7 +373,7 @@ def compiling(
 
 
 def submit(graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device) -> Jobs | None:
-    """Compile graphs in worker processes in the background; None if no process can be started."""
+    """Compile graphs in worker processes in the background; None if none can be started."""
     if not compat.compiles_without_device():
         return None
     start(device, loads=False)

@@ -34,17 +34,9 @@ _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # a CUDA context take
 
 
 class Process:
-    """A process that calls `main(request)` of a module.
-
-    Args:
-        module: name of the module.
-        request: bytes for `main`, usually a pickle.
-        sees_gpus: False hides all GPUs from it.
-        answers: True if it writes lines to stdout, which `hear` reads.
-
-    Raises:
-        OSError: the process cannot be started.
-    """
+    """A process that calls `main(request)` of a module. Unless it `sees_gpus`, all GPUs are hidden
+    from it. `answers`: it writes lines to stdout, which `hear` reads. Raises OSError if it cannot
+    be started."""
 
     def __init__(
         self, module: str, request: bytes, *, sees_gpus: bool = False, answers: bool = False
@@ -68,11 +60,7 @@ class Process:
             pass  # the process has ended; see `status`
 
     def send(self, message: bytes) -> None:
-        """Send a pickle to the process.
-
-        Raises:
-            BrokenPipeError: the process has ended.
-        """
+        """Send a pickle to the process. Raises BrokenPipeError if it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(message)
         self._process.stdin.flush()
@@ -127,11 +115,8 @@ def _close(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
 
 
 def end_with_the_pipe(read: Callable[[bytes], object] = lambda message: None) -> None:
-    """End this process when the pipe from its parent closes; called in the helper process.
-
-    Args:
-        read: called in a thread with each pickle from the pipe.
-    """
+    """End this helper process when the pipe from its parent closes. A thread calls `read` with each
+    pickle from the pipe."""
     assert isinstance(sys.stdin, io.TextIOWrapper)
     pipe = sys.stdin.detach()  # or Python closes it at exit, and aborts if a thread reads it
     threading.Thread(target=_until_it_closes, args=(pipe, read), daemon=True).start()

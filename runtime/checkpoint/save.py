@@ -124,7 +124,7 @@ def _tensors(model: nn.Module, savers: Savers) -> Saved:
         )
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    # with keep_vars, no hook on state dicts gathers sharded parameters (`model.whole_states`):
+    # with keep_vars, no hook on state dicts gathers sharded parameters (`model.loops`):
     # ranks gather them one by one
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):

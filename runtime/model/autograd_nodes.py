@@ -14,55 +14,34 @@ from the parameter that is used last to the one that is used first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from megacompile import compat, notices
 from megacompile.ir.buckets import ParamId
-from megacompile.ir.capture import Capture
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.params.accumulators import Users, users_of
 from megacompile.runtime.params.proxies import Link
 
 
-class Recorded(Protocol):
-    """A call of a program, held by autograd: see `call.Call`."""
-
-    program: Program
-
-    def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
-        """Run the forward schedule; returns the computed outputs, each once."""
-
-    def backward(
-        self, node: object, given: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
-        """Run the backward schedule; returns the gradients of the inputs, by position."""
-
-    def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
-        """The gradients that a gate returns."""
-
-
 def users(call: compat.BackwardCall) -> Users:
     """The autograd nodes that use parameters in a backward, found once."""
     if call.users is None:
-        call.users = users_of(call, Graph, Gate, Link)
+        call.users = users_of(call, CapturedNode, Gate, Link)
     found: Users = call.users
     return found
 
 
 class Gate(torch.autograd.Function):
-    """Connects parameters to a captured graph, whose call computes their gradients."""
+    """Connects the parameters in `places` to a captured graph, whose `Call` computes their
+    gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Recorded,
-        places: Sequence[ParamId],
-        token: torch.Tensor,
-        *params: torch.Tensor,
+        ctx: Any, call: Any, places: Sequence[ParamId], token: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)
@@ -73,7 +52,7 @@ class Gate(torch.autograd.Function):
         return None, None, gradients[0], *ctx.call.gradients_for(ctx.places)
 
 
-def nodes_behind(token: torch.Tensor) -> list[object]:
+def accumulate_nodes(token: torch.Tensor) -> list[object]:
     """The AccumulateGrad nodes that a token's gates lead to, in the order of the gates."""
     found: list[object] = []
     gate: Any = token.grad_fn
@@ -84,25 +63,21 @@ def nodes_behind(token: torch.Tensor) -> list[object]:
     return found[::-1]
 
 
-class Graph(torch.autograd.Function):
-    """A captured graph.
-
-    Args:
-        positions: positions of the inputs that require grad; parameters are inputs of the gates
-            instead.
-    """
+class CapturedNode(torch.autograd.Function):
+    """A captured graph, run by a `Call`. `positions` are those of the inputs that require grad;
+    parameters are inputs of the gates instead."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        call: Recorded,
+        call: Any,
         token: torch.Tensor | None,
-        inputs: Sequence[int],
+        positions: Sequence[int],
         *trained: torch.Tensor,
     ) -> Any:
         outputs = call.forward(recorded=True)
         ctx.call = call
-        ctx.positions = inputs
+        ctx.positions = positions
         ctx.device = None if token is None else token.device
         ctx.set_materialize_grads(False)
         computed, differentiable = call.program.computed, call.program.differentiable
@@ -118,59 +93,34 @@ class Graph(torch.autograd.Function):
         return None, token, None, *map(found.get, ctx.positions)
 
 
-# Outputs with hooks from which a graph computes other outputs.
-#
-# Autograd sees a captured graph as one node. A hook on one of its outputs, or `retain_grad()`,
-# receives only the gradient from outside of the graph: the part through other outputs stays inside.
-# `torch.compile` behaves the same way; megacompile warns.
+def warn_of_hooks(
+    program: Program, outputs: Mapping[int, weakref.ref[torch.Tensor]], tangents: Collection[int]
+) -> None:
+    """Warn of an output with a hook, or `retain_grad()`, from which the graph computes others that
+    get a gradient (`tangents`).
 
-Watched = Mapping[int, "weakref.ref[torch.Tensor]"]  # by output position
-
-
-def watched(outputs: Mapping[int, torch.Tensor]) -> Watched:
-    """The outputs that `hooked_inside` checks in the backward; empty for a single output.
-
-    Args:
-        outputs: the outputs that require grad, by position.
-    """
-    return {k: weakref.ref(tensor) for k, tensor in outputs.items()} if len(outputs) > 1 else {}
-
-
-def hooked_inside(outputs: Watched, capture: Capture, tangents: Container[int]) -> int | None:
-    """The first output with a hook that also has a gradient through other outputs, or None.
-
-    Args:
-        tangents: the outputs that get a gradient.
+    Autograd sees a captured graph as one node: the hook receives only the gradient from outside of
+    the graph. `torch.compile` behaves the same way.
     """
     for k, reference in outputs.items():
         tensor = reference()
         if tensor is None or not (compat.gradient_hooks(tensor) or tensor.retains_grad):
             continue
-        if any(other in tangents for other in _made_of(k, outputs, capture)):
-            return k
-    return None
-
-
-def say_hooked(name: str, k: int) -> None:
-    """Warn of an output that is hooked."""
-    notices.warn(
-        f"megacompile: {name}: output {k} has a hook, or retains its gradient, and other outputs "
-        "are computed from it: gradients through those do not reach the hook, and its changes do "
-        "not reach them (numbers differ from the plain model's; shown once); call "
-        "torch._dynamo.graph_break() after the line that computes it"
-    )
-
-
-def _made_of(k: int, outputs: Watched, capture: Capture) -> list[int]:
-    """The positions of the outputs computed from another output."""
-    (returned,) = capture.module.graph.output_node().args
-    nodes = returned if isinstance(returned, (list, tuple)) else [returned]
-    start = nodes[k] if k < len(nodes) else None  # the rest are new values of changed inputs
-    todo = [start] if isinstance(start, fx.Node) else []
-    found: set[object] = set()
-    while todo:
-        node = todo.pop()
-        new = [user for user in node.users if user.op != "output" and user not in found]
-        found.update(new)
-        todo += new
-    return [other for other in outputs if other < len(nodes) and nodes[other] in found]
+        (returned,) = program.capture.module.graph.output_node().args
+        nodes = returned if isinstance(returned, (list, tuple)) else [returned]
+        start = nodes[k] if k < len(nodes) else None  # the rest are new values of changed inputs
+        todo = [start] if isinstance(start, fx.Node) else []
+        following: set[object] = set()
+        while todo:
+            new = todo.pop().users.keys() - following
+            following |= new
+            todo += new
+        name = program.capture.name
+        inside = {j for j in outputs if j < len(nodes) and nodes[j] in following}
+        if not inside.isdisjoint(tangents) and notices.is_new(f"hooks of {name}", program.plans):
+            notices.warn(
+                f"megacompile: {name}: output {k} has a hook, or retains its gradient, and other "
+                "outputs are computed from it: gradients through those do not reach the hook, and "
+                "its changes do not reach them (numbers differ from the plain model's; shown "
+                "once); call torch._dynamo.graph_break() after the line that computes it"
+            )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +18,14 @@ from megacompile.ir.capture import Variant
 from megacompile.ir.symbols import has_numbers
 from megacompile.progress import line
 from megacompile.runtime.device.saved import converted
-from megacompile.runtime.model import shortage
 from megacompile.runtime.model.autograd_nodes import (
+    CapturedNode,
     Gate,
-    Graph,
-    Watched,
-    hooked_inside,
-    nodes_behind,
-    say_hooked,
+    accumulate_nodes,
     users,
-    watched,
+    warn_of_hooks,
 )
-from megacompile.runtime.model.program import Program
+from megacompile.runtime.model.program import Program, first_line
 from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
 from megacompile.runtime.ops.compute import random_state, set_random_state
 from megacompile.runtime.ops.executor import Executor
@@ -46,14 +43,16 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     call = Call(program, args)
     if program.differentiable:
         with torch.enable_grad():  # the graph itself may
-            trained = [k for k in program.other_tensors(args) if args[k].requires_grad]
+            trained = [k for k in program.tensors if args[k].requires_grad]
             computed = compat.apply(
-                Graph, call, call.gates(), trained, *map(args.__getitem__, trained)
+                CapturedNode, call, call.gates(), trained, *map(args.__getitem__, trained)
             )
     else:
         computed = call.forward()
     by_position = dict(zip(program.computed, computed, strict=True))
-    call.outputs = watched({k: t for k, t in by_position.items() if t.requires_grad})
+    if len(by_position) > 1:
+        watched = {k: weakref.ref(t) for k, t in by_position.items() if t.requires_grad}
+        call.outputs = watched if len(watched) > 1 else {}
     by_node = {program.outputs[k]: value for k, value in by_position.items()}
     inputs = call.inputs_by_name
 
@@ -63,13 +62,19 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
         return inputs[node.name] if node.op == "placeholder" else by_node[node]
 
     for position, k in program.recorded:
-        _record(args[position], by_node[program.outputs[k]])
+        tensor, new = args[position], by_node[program.outputs[k]]
+        # it has its new value already; gradients of later uses go through this graph. A leaf that
+        # requires grad gets no history: it can only have been changed outside of autograd
+        if new.requires_grad and not (tensor.is_leaf and tensor.requires_grad):
+            with torch.enable_grad():
+                tensor.copy_(new)
     count = len(program.outputs) - len(program.recorded)
     outputs = [value(node) for node in program.outputs[:count]]
     for k, view in program.stages.input_views:
         shape, stride, offset = program.number((view.shape, view.stride, view.offset), args)
         outputs[k] = _view(outputs[k], shape, stride, offset, requires_grad=view.requires_grad)
-    program.hand(outputs)
+    if program.stages.views:
+        program.views = [(weakref.ref(outputs[k]), name) for k, name in program.stages.views]
     return outputs
 
 
@@ -87,17 +92,6 @@ def _view(
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Tells autograd that a tensor was changed in place; the tensor already holds its new value.
-
-    Gradients of later uses then go through the graph that changed it. A leaf that requires grad
-    gets no history: it can only have been changed outside of autograd (`detach()`).
-    """
-    if new.requires_grad and not (tensor.is_leaf and tensor.requires_grad):
-        with torch.enable_grad():
-            tensor.copy_(new)
-
-
 class Call:
     """One forward of a program, with the tensors saved for its backward."""
 
@@ -112,7 +106,7 @@ class Call:
         self.saved_values: dict[str, Any] | None = None
         self.shared: list[Source] = []  # the tensors whose storage they alias
         self.observed = compat.ddp_around() is not None
-        self.outputs: Watched = {}  # which the user may hook
+        self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}  # see `warn_of_hooks`
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # from the backward to the gates
 
     def gates(self) -> torch.Tensor | None:
@@ -121,7 +115,7 @@ class Call:
         if not self.places:
             return None
         token = self._gates()
-        while gradients.follow(self.places, nodes_behind(token)):
+        while gradients.follow(self.places, accumulate_nodes(token)):
             token = self._gates()  # new nodes may have other hooks
         return token
 
@@ -147,11 +141,8 @@ class Call:
         return found
 
     def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
-        """Run the forward schedule; returns the computed outputs, each once.
-
-        Args:
-            recorded: autograd holds this call, and a backward may follow.
-        """
+        """Run the forward schedule; returns the computed outputs, each once. `recorded`: autograd
+        holds this call, and a backward may follow."""
         with self.machine.running:
             self.machine.gradients.forget()
             self.random = random_state(self.machine.device)
@@ -204,15 +195,22 @@ class Call:
         }
         if not tangents:
             return {}
-        hooked = hooked_inside(self.outputs, self.program.capture, tangents)
-        if hooked is not None and not self.program.said_hooked:
-            self.program.said_hooked = True
-            say_hooked(self.program.capture.name, hooked)
+        if self.outputs:
+            warn_of_hooks(self.program, self.outputs, tangents)
         with self.machine.running:
             self._check(tuple(tangents))
-            self.machine.run = run = self._prepare(node)
+            # consumers of the parameters' gradients in this backward, and other producers
+            found = map(users, compat.backward_calls())
+            self.machine.run = run = GradientRun(
+                self.machine.gradients,
+                self.places,
+                [each for each in found if node in each.nodes],
+                observed=self.observed,
+            )
+            is_first = not (self.program.ran_backward or self.machine.steps)
+            shown = line("running the first backward", self.machine.progress)
             try:
-                with self._line():
+                with shown if is_first else nullcontext():
                     of_inputs = self._attempts(tangents)
                 of_params = run.for_autograd()
             finally:
@@ -223,28 +221,12 @@ class Call:
         self._handed[compat.backward_id()] = of_params
         return {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
 
-    def _line(self) -> AbstractContextManager[None]:
-        """Shows progress during the first backward."""
-        if self.program.ran_backward or self.machine.steps:
-            return nullcontext()
-        return line("running the first backward", self.machine.progress)
-
-    def _prepare(self, node: object) -> GradientRun:
-        """Find the consumers of the parameters' gradients in this backward, and other producers."""
-        found = map(users, compat.backward_calls())
-        return GradientRun(
-            self.machine.gradients,
-            self.places,
-            [each for each in found if node in each.nodes],
-            observed=self.observed,
-        )
-
     def _attempts(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         while True:
             try:
                 return self._attempt(dict(tangents))
             except torch.OutOfMemoryError as error:
-                ran_out = shortage.first_line(error)  # drop the error: its frames hold memory
+                ran_out = first_line(error)  # drop the error: its frames hold memory
             self._start_again(ran_out)
 
     def _start_again(self, ran_out: str) -> None:
@@ -267,7 +249,7 @@ class Call:
             )
         run.repeat()
         program.replan()
-        shortage.step_down(program.plans.compiler, self.machine, ran_out, "the backward")
+        program.plans.step_down(self.machine, ran_out, "the backward")
         now = random_state(self.machine.device)
         set_random_state(self.machine.device, self.random)
         self.variant = program.variant()
@@ -275,7 +257,15 @@ class Call:
         set_random_state(self.machine.device, now)
 
     def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        saved_values = self._take_saved_values()
+        if self.saved_values is None:
+            raise self._refused(
+                "backward() a second time, but the first one freed its saved tensors; call the "
+                "first with retain_graph=True"
+            )
+        saved_values = dict(self.saved_values)
+        if not compat.keeps_graph():
+            self.saved_values, self.shared = None, []
+            self.machine.pending.discard(self)
         executor = self._executor(tuple(tangents))
         device = self.machine.device
         queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -312,15 +302,19 @@ class Call:
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
         start = run.start_update if update else run.start
         accumulate = start(wanted.gradient_params)
-        defers = not update and self._defers(run)
+        ranks = self.machine.ranks
+        more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
+        if not update:
+            run.backward.last = not more
+        defers = not update and more and run.may_defer()  # a later backward sums over replicas
         run.note_sums(defers=defers)
         variant = replace(variant, accumulate=accumulate, update=update, defers=defers)
         executor = program.executor(variant)
         if update:
             self.machine.reserve_staging(wanted.gradient_params)
         if not program.holds(self.values):
-            raise BackwardError(
-                f"{program.capture.name}: a backward for these outputs has no code for the sizes "
+            raise self._refused(
+                "a backward for these outputs has no code for the sizes "
                 f"{', '.join(map(str, self.values))}; call megacompile(model, dynamic=False), so "
                 "that each set of sizes gets its own"
             )
@@ -334,13 +328,6 @@ class Call:
         expected = tangents == self.variant.tangents
         variant = self.variant if expected else Variant(tangents, keep_last=False)
         return self.program.executor(variant)
-
-    def _defers(self, run: GradientRun) -> bool:
-        """True if a later backward sums the gradients over replicas."""
-        ranks = self.machine.ranks
-        more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
-        run.backward.last = not more
-        return more and run.may_defer()
 
     def _updates(self) -> bool:
         """True if this backward updates its parameters.
@@ -358,71 +345,57 @@ class Call:
         asked = run.asked()
         if asked.issuperset(self.places):
             return False  # torch.autograd.grad()
-        instead = (
-            "but gradients never leave the device if the backward updates; leave out optimizer= "
-            "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
-        )
-        name = self.program.capture.name
-        if asked:
-            raise BackwardError(
-                f"{name}: the gradient of {self._name(min(asked))!r} is requested by a hook, or by "
-                f"backward(inputs=...), {instead}"
-            )
-        if by_code := run.used_by(Others.CODE):
-            raise BackwardError(
-                f"{name}: {self._name(min(by_code))!r} is also used outside of the model in this "
-                f"backward, so part of its gradient comes from there, {instead}"
-            )
-        if by_graphs := run.used_by(Others.GRAPHS):
-            raise BackwardError(
-                f"{name}: {self._name(min(by_graphs))!r} gets its gradient in several parts in "
-                "this backward: the model, or a module in it, was called twice, or a graph break "
-                f"lets two captured graphs use it, {instead}"
-            )
+        for places, why in (
+            (asked, "the gradient of {!r} is requested by a hook, or by backward(inputs=...)"),
+            (
+                run.used_by(Others.CODE),
+                "{!r} is also used outside of the model in this backward, so part of its gradient "
+                "comes from there",
+            ),
+            (
+                run.used_by(Others.GRAPHS),
+                "{!r} gets its gradient in several parts in this backward: the model, or a module "
+                "in it, was called twice, or a graph break lets two captured graphs use it",
+            ),
+        ):
+            if places:
+                key, index = min(places)
+                name = self.machine.buckets[key].layout.params[index].name
+                raise self._refused(
+                    f"{why.format(name)}, but gradients never leave the device if the backward "
+                    "updates; leave out optimizer= of megacompile(), or put this backward into "
+                    "`with megacompile.accumulate(model):`"
+                )
         return True
 
-    def _name(self, place: ParamId) -> str:
-        return self.machine.buckets[place[0]].layout.params[place[1]].name
-
-    def _take_saved_values(self) -> dict[str, Any]:
-        if self.saved_values is None:
-            raise BackwardError(
-                f"{self.program.capture.name}: backward() a second time, but the first one freed "
-                "its saved tensors; call the first with retain_graph=True"
-            )
-        taken = dict(self.saved_values)
-        if not compat.keeps_graph():
-            self.saved_values, self.shared = None, []
-            self.machine.pending.discard(self)
-        return taken
+    def _refused(self, why: str) -> BackwardError:
+        return BackwardError(f"{self.program.capture.name}: {why}")
 
     def _check(self, tangents: tuple[int, ...]) -> None:
         """Raise if this backward would compute with values other than the forward's."""
-        name = self.program.capture.name
         if compat.in_compiled_autograd():
-            raise BackwardError(
-                f"{name}: backward() in compiled autograd, which bypasses autograd's engine; turn "
-                "off torch._dynamo.config.compiled_autograd: megacompile compiles the backward "
-                "itself"
+            raise self._refused(
+                "backward() in compiled autograd, which bypasses autograd's engine; turn off "
+                "torch._dynamo.config.compiled_autograd: megacompile compiles the backward itself"
             )
         if torch.is_grad_enabled():
-            raise BackwardError(
-                f"{name}: backward() with create_graph=True: megacompile does not differentiate "
-                "twice; compute this loss with the plain model"
+            raise self._refused(
+                "backward() with create_graph=True: megacompile does not differentiate twice; "
+                "compute this loss with the plain model"
             )
         if self.machine.gradients.buckets is not self.buckets:
-            raise BackwardError(
-                f"{name}: parameters were replaced between the forward and its backward; call "
-                "backward() before you replace them"
+            raise self._refused(
+                "parameters were replaced between the forward and its backward; call backward() "
+                "before you replace them"
             )
         if compat.versions(self._roots) != self.param_versions:
             self._check_parameters(tangents)
         source = changed(self.shared, lambda: self._needed(tangents))
         if source is not None:
-            raise BackwardError(
-                f"{name}: {source.what} of shape {tuple(source.tensor.shape)} was changed in place "
-                "since the forward, and the backward needs its old value; change a copy "
-                "(.clone()), or call backward() first"
+            raise self._refused(
+                f"{source.what} of shape {tuple(source.tensor.shape)} was changed in place since "
+                "the forward, and the backward needs its old value; change a copy (.clone()), or "
+                "call backward() first"
             )
 
     def _check_parameters(self, tangents: tuple[int, ...]) -> None:
@@ -432,10 +405,9 @@ class Call:
             bucket, index = self.machine.place(proxy)
             unread = read is not None and (bucket.key, index) not in read.read_in_backward
             if compat.version(proxy.root) != version and not unread:
-                raise BackwardError(
-                    f"{self.program.capture.name}: parameter {bucket.params[index].name!r} was "
-                    "changed in place between the forward and its backward; call backward() before "
-                    "optimizer.step()"
+                raise self._refused(
+                    f"parameter {bucket.params[index].name!r} was changed in place between the "
+                    "forward and its backward; call backward() before optimizer.step()"
                 )
 
     def _needed(self, tangents: tuple[int, ...]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 A `CapturedGraph` accepts any parameters and shapes. For each kind of call it keeps a `Program`,
 whose schedules are built at first use. If Dynamo captured sizes as symbols, one program serves all
-their values (`megacompile.runtime.model.symbolic`), provided it can be traced with symbols.
+their values (`megacompile.runtime.model.input_keys`), provided it can be traced with symbols.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ from torch import fx
 
 from megacompile import compat, garbage, log, notices, progress
 from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
-from megacompile.garbage import old_objects_left_out
-from megacompile.ir.capture import (
-    Ambient,
-    Capture,
-    GraphInput,
-    Overlap,
-)
-from megacompile.progress import later_line
+from megacompile.ir.capture import Ambient, Capture, GraphInput, Overlap
 from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.call import run
-from megacompile.runtime.model.input_keys import LastCall, fetched, input_of, key_of, taken_apart
-from megacompile.runtime.model.model_buckets import ModelBuckets
-from megacompile.runtime.model.plans import MovesFirst
-from megacompile.runtime.model.program import Program
-from megacompile.runtime.model.symbolic import (
+from megacompile.runtime.model.input_keys import (
     PROGRAMS_AT_ONCE,
+    LastCall,
     SymbolicInputs,
     covers,
+    fetched,
+    input_of,
+    key_of,
     symbolic_inputs,
+    taken_apart,
     with_room,
 )
+from megacompile.runtime.model.model_buckets import ModelBuckets
+from megacompile.runtime.model.program import MovesFirst, Program
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
@@ -55,8 +51,6 @@ _NOT_WITH_SYMBOLS = (  # tracing with symbols may raise these where tracing with
 _OTHER = (
     "each combination of inputs, and each branch that the model takes on sizes, gets its own code"
 )
-SHAPES_AT_ONCE = 8  # inference shapes that are scheduled at their first call
-SHAPES_MET = 4096  # inference shapes remembered as seen once
 PROGRAMS = 256  # per captured graph; the least recently called are dropped
 
 
@@ -111,12 +105,10 @@ class CapturedGraph:
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._key = functools.partial(key_of, self.machine.place)
         self._input = functools.partial(input_of, self.machine.place)
-        self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of programs, newest call last
         described = compat.described_inputs(module)
         self.symbolic = () if described is None else symbolic_inputs(described)
         self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
-        self._built = 0  # programs with symbols
         self.made = 0  # programs so far, including dropped ones
         self.why_made = _OTHER  # the newest one
         self._last: LastCall | None = None  # of a program without symbols
@@ -163,56 +155,48 @@ class CapturedGraph:
     def _program(
         self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]
     ) -> Program | None:
-        """The program for a call; None if the call runs in eager mode.
-
-        Args:
-            args: inputs of the schedule.
-            whole: inputs of the captured graph, with packed parameters not unpacked.
-        """
+        """The program for a call; None if the call runs in eager mode. `args` are `whole` with
+        packed parameters unpacked."""
         last = self._last if args is whole else None  # nothing is packed
         if last is not None and last.program.executors:
             if last.is_like(ambient, args, self.changed):
                 return last.program
         key = self._call_key(ambient, args, whole)
-        if key not in self.programs and self._worth_a_program(ambient, key):
+        if key not in self.programs:
             if not self._attempts.is_due():
                 return None
-            with self._building():
-                program = self._build(ambient, args, whole)
-            self.made += 1
+            program = self._build(ambient, args, whole)
             key = self._call_key(ambient, args, whole)  # the program knows which inputs are changed
-            self.programs[key] = program
-            self._evict()
-        if key in self.programs:
-            self._note_call(key)
-        program = self.programs.get(key)
+            self._add(key, program)
+        program = self.programs[key]
+        self._note_call(key)
         if program is not None and not program.executors:
-            self._plan_again(program)
-        if args is whole:
-            self._note_last(key, program, ambient, args)
+            self._plan(program)
+        if args is whole:  # a call that has occurred twice: its program is found at once next time
+            again, self._last_key, self._last = key == self._last_key, key, None
+            if again and program is not None and not program.capture.overlaps:
+                last = LastCall(program, ambient, args, self.changed)
+                self._last = last if last.is_usable else None
         return program
-
-    def _note_last(
-        self, key: Hashable, program: Program | None, ambient: Ambient, args: Sequence[Any]
-    ) -> None:
-        """Remember a call that has occurred twice, so that its program is found at once next
-        time."""
-        again, self._last_key = key == self._last_key, key
-        self._last = None
-        if again and program is not None and not program.capture.overlaps:
-            last = LastCall(program, ambient, args, self.changed)
-            self._last = last if last.is_usable else None
 
     def _note_call(self, key: Hashable) -> None:
         self._called.pop(key, None)
         self._called[key] = None
 
+    def _add(self, key: Hashable, program: Program | None) -> None:
+        """Add a program; drops the least recently called ones if there are too many."""
+        self.made += 1
+        self.programs[key] = program
+        self._note_call(key)
+        over = len(self.programs) - self.most
+        if over > 0:
+            for old in list(self._called)[:over]:
+                del self._called[old]
+                self.programs.pop(old, None)
+            self.has_evicted = True
+
     def _program_with_symbols(
-        self,
-        symbolic: SymbolicInputs,
-        ambient: Ambient,
-        args: Sequence[Any],
-        whole: Sequence[Any],
+        self, symbolic: SymbolicInputs, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]
     ) -> Program | None:
         """The program with symbols for calls of this kind; None if no program serves this call."""
         values = symbolic.values(whole)
@@ -220,95 +204,29 @@ class CapturedGraph:
             return None
         kind = (ambient, *symbolic.kind(self._key, whole))
         keys = self._kinds.setdefault(kind, [])
-        broken = ""
+        broken = ""  # the assumption of the newest program that this call violates
         for key in keys:
             program = self.programs.get(key)
             if program is None:
                 continue
             if not program.executors and program.holds(values):
-                self._plan_again(program)
-            if not program.serves(values):
-                broken = broken or program.broken(values)
-            else:
+                self._plan(program)
+            if program.serves(values):
                 self._note_call(key)
                 if not covers(program, values):
-                    program = self._larger(key, program, values)
+                    program = self._with_room(program, values, key)
+                    self.has_evicted = True
                 return program
+            broken = broken or program.broken(values)
         if _REFUSED in keys:
             return None
-        with self._building():
-            return self._build_with_symbols(symbolic, ambient, args, whole, values, kind, broken)
-
-    @contextlib.contextmanager
-    def _building(self) -> Iterator[None]:
-        """Wraps slow work: tracing, planning and compiling a program."""
-        with later_line("capturing the model", self.machine.progress), old_objects_left_out():
-            yield
-
-    def _larger(self, key: Hashable, program: Program, values: Sequence[int | float]) -> Program:
-        """The same program and code, planned for a call that needs more memory.
-
-        Raises:
-            DeviceMemoryError: nothing fits.
-        """
-        put = functools.partial(self.programs.__setitem__, key)
-        with self._building():
-            try:
-                made = self._with_room(program, values, put)
-            except DeviceMemoryError:
-                put(program)
-                raise
-        self.has_evicted = True
-        return made
-
-    def _with_room(
-        self,
-        program: Program,
-        values: Sequence[int | float],
-        put: Callable[[Program], None] = lambda program: None,
-    ) -> Program:
-        """The program, planned for calls with these values and, if memory allows, for slightly
-        larger ones.
-
-        Args:
-            put: called with the program before it is planned, because buckets may have to move
-                first.
-        """
-        failed: DeviceMemoryError | None = None
-        for made in with_room(program, values):
-            put(made)
-            try:
-                self._plan(made, again=True)
-            except DeviceMemoryError as error:
-                failed = error.with_traceback(None)  # whose frames hold the call's inputs
-                continue
-            if made.holds(values):
-                return made
-        raise failed or UnsupportedGraphError("its code is not valid for its own sizes")
-
-    def _build_with_symbols(
-        self,
-        symbolic: SymbolicInputs,
-        ambient: Ambient,
-        args: Sequence[Any],
-        whole: Sequence[Any],
-        values: Sequence[int | float],
-        kind: Hashable,
-        broken: str,
-    ) -> Program | None:
-        """A new program.
-
-        Args:
-            values: the symbols' values in this call.
-            broken: the assumption of the newest program that this call violates.
-        """
-        keys = self._kinds[kind]
         try:
-            program = self._divided(ambient, lambda: symbolic.inputs(self._input, whole))
-            self.changed |= program.changed
-            if self._overlaps(args):
-                return None
-            program = self._with_room(program, values)
+            with self._building():
+                program = self._divided(ambient, lambda: symbolic.inputs(self._input, whole))
+                self.changed |= program.changed
+                if self._overlaps(args):
+                    return None
+                program = self._with_room(program, values)
         except _NOT_WITH_SYMBOLS as error:
             ours = isinstance(error, MegacompileError)
             if isinstance(error, torch.OutOfMemoryError) or (
@@ -319,30 +237,44 @@ class CapturedGraph:
             self.why_made = log.without_symbols(self.name, error, what)
             keys.append(_REFUSED)
             return None
-        self._built += 1
-        self.made += 1
-        fixed = log.fixed_sizes(self.name, program.fixed())
-        self.why_made = fixed or log.other_way(self.name, broken) or _OTHER
-        key = (kind, self._built)
+        self.why_made = log.other_sizes(self.name, program.fixed(), broken) or _OTHER
+        key = (kind, self.made)
         keys.insert(0, key)
-        self.programs[key] = program
         for old in keys[PROGRAMS_AT_ONCE:]:
             if old is not _REFUSED:
                 keys.remove(old)
                 self.programs.pop(old, None)
                 self._called.pop(old, None)
-        self._note_call(key)
-        self._evict()
+        self._add(key, program)
         return program
 
-    def _evict(self) -> None:
-        """Drops the least recently called programs if there are too many."""
-        if len(self.programs) <= self.most:
-            return
-        for key in list(self._called)[: len(self.programs) - self.most]:
-            del self._called[key]
-            self.programs.pop(key, None)
-        self.has_evicted = True
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        """Wraps slow work: tracing, planning and compiling a program."""
+        show = self.machine.progress
+        with progress.later_line("capturing the model", show), garbage.old_objects_left_out():
+            yield
+
+    def _with_room(
+        self, program: Program, values: Sequence[int | float], key: Hashable = None
+    ) -> Program:
+        """The same program and code, planned for calls with these values and, if memory allows, for
+        slightly larger ones. It replaces the one of a key before it is planned, because buckets may
+        have to move first. Raises DeviceMemoryError if nothing fits."""
+        failed: DeviceMemoryError | None = None
+        for made in with_room(program, values):
+            if key is not None:
+                self.programs[key] = made
+            try:
+                self._plan(made, again=True)
+            except DeviceMemoryError as error:
+                failed = error.with_traceback(None)  # whose frames hold the call's inputs
+                continue
+            if made.holds(values):
+                return made
+        if key is not None:
+            self.programs[key] = program
+        raise failed or UnsupportedGraphError("its code is not valid for its own sizes")
 
     def _call_key(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Hashable:
         return (ambient, self._overlaps(args), *map(self._key, whole))
@@ -354,32 +286,25 @@ class CapturedGraph:
         parameters = [b.values[0] for b in self.machine.buckets.values() if b.values]
         return shared_memory.overlaps(args, self.changed, parameters)
 
-    def _worth_a_program(self, ambient: Ambient, key: Hashable) -> bool:
-        """False if this inference runs in eager mode: with many new shapes (generation), until a
-        shape recurs."""
-        if ambient.grad_enabled or len(self.programs) < SHAPES_AT_ONCE or key in self._met:
-            return True
-        if len(self._met) >= SHAPES_MET:
-            self._met.clear()
-        self._met.add(key)
-        return False
-
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
         def kinds() -> tuple[GraphInput, ...]:
             return tuple(map(self._input, whole))
 
         try:
-            program = self._divided(ambient, kinds, self._overlaps(args))
-            if not program.changed <= self.changed:
-                self.changed |= program.changed
-                overlaps = self._overlaps(args)
-                if overlaps != program.capture.overlaps:
-                    program = self._divided(ambient, kinds, overlaps)
-            self._plan(program)
+            with self._building():
+                program = self._divided(ambient, kinds, self._overlaps(args))
+                if not program.changed <= self.changed:
+                    self.changed |= program.changed
+                    overlaps = self._overlaps(args)
+                    if overlaps != program.capture.overlaps:
+                        program = self._divided(ambient, kinds, overlaps)
+                self._plan(program)
         except UnsupportedGraphError as error:
+            params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
+            read = (id(a.param) for a in args if isinstance(a, StreamedParameter))
             notices.warn(
                 f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
-                f"{self._share(args)} at each use, unless they are on the device (slower, same "
+                f"{share(params, read)} at each use, unless they are on the device (slower, same "
                 f"numbers): {error}"
             )
             self._attempts.failed(str(error))
@@ -387,51 +312,40 @@ class CapturedGraph:
         self._attempts.traced()
         return program
 
-    def _plan_again(self, program: Program) -> None:
-        """Plan the schedules of a program again after its buckets have moved."""
-        with self._building():
-            self._plan(program)
-
     def _plan(self, program: Program, *, again: bool = False) -> None:
-        """Plan the schedule that will be needed, and lower it.
+        """Plan the schedule that will be needed, and lower it. With `again`, buckets may leave the
+        device, even if a plan for smaller inputs put them there. If nothing fits otherwise, they
+        may leave it in any case.
 
-        Args:
-            again: buckets may leave the device, even if a plan for smaller inputs put them there.
-                If nothing fits otherwise, they may leave it in any case.
-
-        Raises:
-            MovesFirst: the plan needs buckets to move, and the call has done nothing yet that would
-                be repeated; or nothing fits at their current placement.
-            DeviceMemoryError: nothing fits.
+        Raises DeviceMemoryError if nothing fits, and MovesFirst if buckets have to move: the plan
+        needs it, and the call has done nothing yet that would be repeated; or nothing fits at their
+        current placement.
         """
-        if self.machine.coming():
-            progress.now("moving parameters to the host")
-            self.machine.await_parameters()  # a plan counts free memory
-        may_move = not self.machine.pending and self.begins_call()
-        lacking: DeviceMemoryError | None = None
-        try:
-            wanted = program.choose(program.variant(), again=again and may_move)
-        except DeviceMemoryError as error:
-            if again and may_move:
-                raise
-            lacking = None if may_move else error.with_traceback(None)
-            wanted = program.choose(program.variant(), again=True)
-        if program.tangents:
-            self.updates.ahead.precompile(wanted.places.resident)
-        now = self.plans.placement
-        if wanted != now and lacking is not None:
-            raise MovesFirst(lacking)
-        if wanted != now and may_move and self.machine.may_move(wanted.moving(now)):
-            raise MovesFirst
-        planned = program.plan(program.variant())
-        if program.tangents:
-            self.updates.ahead.preallocate(planned)
-        program.executor(program.variant())
-
-    def _share(self, args: Sequence[Any]) -> str:
-        """The part of the model that the graph reads."""
-        params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
-        return share(params, (id(a.param) for a in args if isinstance(a, StreamedParameter)))
+        with self._building():
+            if self.machine.coming():
+                progress.now("moving parameters to the host")
+                self.machine.await_parameters()  # a plan counts free memory
+            may_move = not self.machine.pending and self.begins_call()
+            lacking: DeviceMemoryError | None = None
+            variant = program.variant()
+            try:
+                wanted = program.choose(variant, again=again and may_move)
+            except DeviceMemoryError as error:
+                if again and may_move:
+                    raise
+                lacking = None if may_move else error.with_traceback(None)
+                wanted = program.choose(variant, again=True)
+            if program.tangents:
+                self.updates.ahead.precompile(wanted.places.resident)
+            now = self.plans.placement
+            if wanted != now and lacking is not None:
+                raise MovesFirst(lacking)
+            if wanted != now and may_move and self.machine.may_move(wanted.moving(now)):
+                raise MovesFirst
+            planned = program.plan(variant)
+            if program.tangents:
+                self.updates.ahead.preallocate(planned)
+            program.executor(variant)
 
     def _divided(
         self,

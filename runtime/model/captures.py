@@ -1,35 +1,37 @@
 """The captured graphs of a model, and the calls that capture them.
 
 A call that Dynamo could not trace runs in eager mode if none of its lines has run yet. A call
-restarts if buckets have to move first or device memory runs out. A call that has already run some
-lines restarts only if nothing fits otherwise and it has changed no buffer.
+restarts if buckets have to move first or device memory runs out, with the same random numbers. A
+call that has already run some lines restarts only if nothing fits otherwise and it has changed no
+buffer.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.schedule import Schedule
 from megacompile.progress import line
-from megacompile.runtime.model import shortage
-from megacompile.runtime.model.attempts import Attempts, CapturedAgain
+from megacompile.runtime.model.attempts import Attempts, CapturedAgain, EagerBlocks, Inferences
 from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.model_buckets import ModelBuckets
-from megacompile.runtime.model.plans import MovesFirst
-from megacompile.runtime.model.program import compiling
-from megacompile.runtime.params.eager_notice import untraced_text
+from megacompile.runtime.model.program import MovesFirst, Program, compiling, first_line
+from megacompile.runtime.ops.compute import random_state, set_random_state
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.eager_notice import share, untraced_text
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step.step import Updates
 from megacompile.text import printable
@@ -41,11 +43,8 @@ Run = Callable[[Compiled, Undos], Any]  # calls the model by such a function
 
 
 class Captures:
-    """Owns the captured graphs of a model while it is megacompiled.
-
-    Args:
-        entry: the code that calls the model: the first graph called from it begins the call.
-    """
+    """Owns the captured graphs of a model while it is megacompiled. The first graph called from the
+    code `entry` begins a call."""
 
     def __init__(self, buckets: ModelBuckets, updates: Updates, entry: CodeType) -> None:
         self.buckets = buckets
@@ -53,25 +52,19 @@ class Captures:
         self.model = buckets.model
         self.machine = buckets.machine
         self.graphs: list[CapturedGraph] = []
+        self.eager = EagerBlocks()
         self._entry = entry
-        self._again = CapturedAgain(type(self.model).__name__)
-        self._attempts = weakref.WeakKeyDictionary[Compiled, Attempts]()
+        self._name = type(self.model).__name__
+        self._again = CapturedAgain(self._name)
+        self._functions = WeakKeyDictionary[Compiled, tuple[Attempts, Inferences]]()
 
     def add(self, module: fx.GraphModule) -> CapturedGraph:
         """Add a graph that Dynamo has captured."""
-        name = printable(type(self.model).__name__)
-        if self.graphs:
-            name += f".{len(self.graphs)}"
-        entry = self._entry
-        graph = CapturedGraph(
-            name, module, self.buckets, self.updates, lambda: compat.is_called_first(entry)
-        )
+        name = printable(self._name) + (f".{len(self.graphs)}" if self.graphs else "")
+        begins_call = functools.partial(compat.is_called_first, self._entry)
+        graph = CapturedGraph(name, module, self.buckets, self.updates, begins_call)
         self.graphs.append(graph)
         return graph
-
-    def programs_made(self) -> int:
-        """The number of programs of all graphs so far, including dropped ones."""
-        return sum(graph.made for graph in self.graphs)
 
     def current(self) -> list[CapturedGraph]:
         """The captured graphs whose programs ran last."""
@@ -87,35 +80,37 @@ class Captures:
         ]
 
     def call(self, run: Run, compiled: Compiled, modules: Sequence[nn.Module]) -> Any:
-        """Run a call; captures it if no earlier capture fits.
-
-        Args:
-            modules: all of the model's.
-
-        Raises:
-            DeviceMemoryError: nothing fits, or the call cannot restart.
-        """
-        before = shortage.StepSnapshot.of(modules, self.machine)
-        if not self.graphs:
-            with line("capturing the model", self.buckets.options.progress):
-                return self._until_done(run, compiled, before)
-        self._use_code()
+        """Run a call; captures it if no earlier capture fits. Raises DeviceMemoryError if nothing
+        fits, or if the call cannot restart."""
+        if compiled not in self._functions:
+            self._functions[compiled] = Attempts(), Inferences()
+        attempts, inferences = self._functions[compiled]
+        # ranks that share the model would have to agree on captures
+        infers = not torch.is_grad_enabled() and self.machine.ranks is None
+        if self.eager.depth or (infers and not inferences.is_due()):
+            with self.buckets.notice.asked_for():
+                return undone(functools.partial(run, compat.uncompiled(compiled)))
+        before = _Snapshot(modules, self.machine)
         made, start_s = [graph.made for graph in self.graphs], time.perf_counter()
-        result = self._until_done(run, compiled, before)
-        self._note_made(compiled, made, time.perf_counter() - start_s)
+        if made:
+            compiler = self.buckets.plans.compiler
+            if compiler.code_is_ready() and not self.machine.pending:
+                with compiling("the stages that ran uncompiled", self.machine):
+                    loaded = compiler.load_code(_LOADING_S)
+                if loaded:  # all of the code that was compiled in the background
+                    compiler.use_code()
+            result = self._until_done(run, compiled, attempts, before)
+            self._note_made(compiled, made, time.perf_counter() - start_s)
+        else:
+            with line("capturing the model", self.buckets.options.progress):
+                result = self._until_done(run, compiled, attempts, before)
+        if infers:
+            inferences.note(self.model, sum(graph.made for graph in self.graphs) - sum(made))
         return result
 
-    def _use_code(self) -> None:
-        """Switch to the code compiled in the background once all of it is loaded."""
-        compiler = self.buckets.plans.compiler
-        if compiler.code_is_ready() and not self.machine.pending:
-            with compiling("the stages that ran uncompiled", self.machine):
-                loaded = compiler.load_code(_LOADING_S)
-            if loaded:
-                compiler.use_code()
-
     def _note_made(self, compiled: Compiled, before: list[int], took_s: float) -> None:
-        """Record the duration of a call after the first; it may have captured."""
+        """Record the duration of a call after the first, which may have captured; drop code that
+        no program uses any more."""
         grown = [g for g, made in zip(self.graphs, before, strict=False) if g.made > made]
         if len(self.graphs) > len(before):
             self._again.note(compiled, took_s)
@@ -123,67 +118,57 @@ class Captures:
             self._again.note(compiled, took_s, grown[-1].why_made)
         else:
             self._again.note(compiled, 0.0)
-        for graph in self.graphs:
-            if graph.has_evicted:
-                self._forget_evicted()
+        if any([graph.has_evicted for graph in self.graphs]):
+            programs = [p for graph in self.graphs for p in graph.programs.values() if p]
+            made = {e.schedule for program in programs for e in program.executors.values()}
+            self.buckets.plans.compiler.retain({program.stages for program in programs}, made)
+            for graph in self.graphs:
+                graph.has_evicted = False
 
-    def _forget_evicted(self) -> None:
-        """Make the compiler drop what no program uses."""
-        programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
-        made = [e.schedule for program in programs for e in program.executors.values()]
-        self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))
-        for graph in self.graphs:
-            graph.has_evicted = False
-
-    def _until_done(self, run: Run, compiled: Compiled, before: shortage.StepSnapshot) -> Any:
+    def _until_done(
+        self, run: Run, compiled: Compiled, attempts: Attempts, before: _Snapshot
+    ) -> Any:
         """Run a call; restarts it if buckets must move first or memory runs out."""
-        attempts = self._attempts.get(compiled)
-        if attempts is None:
-            attempts = self._attempts[compiled] = Attempts()
         failed: Exception | None = None
         tried = attempts.is_due()
         while tried:
+            ran_out, lacking = "", None
             try:
-                with contextlib.nullcontext() if self.graphs else old_objects_left_out():
+                with nullcontext() if self.graphs else old_objects_left_out():
                     result = undone(functools.partial(run, compiled))
                 attempts.traced()
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:
-                ran_out = shortage.first_line(error)  # drop the error: its frames hold memory
+                ran_out = first_line(error)  # drop the error: its frames hold memory
             except MovesFirst as first:
-                ran_out, lacking = "", first.lacking
+                lacking = first.lacking
             except compat.CAPTURE_ERRORS as error:
                 if not compat.is_raised_first(error):
                     raise
                 failed = error
                 break
-            if ran_out:
-                self._step_down(before, ran_out)
-            else:
-                self._move_first(before, lacking)
+            self._begin_again(before, ran_out, lacking)
         return self._in_eager_mode(run, compiled, attempts, failed)
 
-    def _move_first(self, before: shortage.StepSnapshot, lacking: DeviceMemoryError | None) -> None:
-        """Move buckets before a call restarts.
-
-        Raises:
-            DeviceMemoryError: they cannot move, or the call has already changed a buffer.
-        """
-        placement = self.buckets.plans.placement
-        why = "no memory" if lacking is None else shortage.first_line(lacking)
-        before.restore(self.model, self.machine, why)
+    def _begin_again(
+        self, before: _Snapshot, ran_out: str, lacking: DeviceMemoryError | None
+    ) -> None:
+        """Make a smaller plan if memory ran out, and move buckets, before a call restarts. Raises
+        DeviceMemoryError if no plan is smaller, buckets cannot move, or the call has already
+        changed a buffer."""
+        plans = self.buckets.plans
+        placement = plans.placement
+        before.restore(self.model, ran_out or ("" if lacking is None else first_line(lacking)))
+        if ran_out:
+            plans.step_down(self.machine, ran_out, "the forward")
+        plans.expire()
         self.buckets.move_if_wanted()
-        if lacking is not None and self.buckets.plans.placement == placement:
+        if lacking is not None and plans.placement == placement:
             raise lacking
-        self.buckets.plans.expire()
 
     def _in_eager_mode(
-        self,
-        run: Run,
-        compiled: Compiled,
-        attempts: Attempts,
-        failed: Exception | None,
+        self, run: Run, compiled: Compiled, attempts: Attempts, failed: Exception | None
     ) -> Any:
         """Run a call in eager mode: Dynamo could not trace it (`failed`) before its first line ran,
         or it is not attempted. A user error (a wrong shape) is raised at the user's line, as in the
@@ -201,10 +186,98 @@ class Captures:
         self.buckets.notice.say(self.model.parameters, attempts.why_not)
         return result
 
-    def _step_down(self, before: shortage.StepSnapshot, ran_out: str) -> None:
-        """Make a smaller plan after a forward ran out of device memory; the call restarts."""
-        before.restore(self.model, self.machine, ran_out)
-        compiler = self.buckets.plans.compiler
-        shortage.step_down(compiler, self.machine, ran_out, "the forward")
-        self.buckets.plans.expire()
-        self.buckets.move_if_wanted()
+
+class _Snapshot:
+    """The state that a forward may change, recorded before it."""
+
+    def __init__(self, modules: Iterable[nn.Module], machine: Machine) -> None:
+        self.machine = machine
+        self.random = random_state(machine.device)
+        self._state = self._now(modules)
+
+    def _now(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
+        """Versions of the buffers, and the number of changes by schedules: those of a BatchNorm
+        statistic do not change its version."""
+        held = compat.holders_of_buffers(modules)
+        buffers = [b for holder in held for b in holder.values() if b is not None]
+        return (self.machine.assigned, *map(compat.version, buffers))
+
+    def restore(self, model: nn.Module, ran_out: str) -> None:
+        """Reset the random generators. Raises DeviceMemoryError if the forward has changed a
+        buffer."""
+        if self._now(compat.modules_of(model)) != self._state:
+            raise DeviceMemoryError(
+                f"megacompile(): device memory ran out in the forward ({ran_out or 'no memory'}), "
+                "which has changed a buffer (running statistics?) and cannot be repeated; set a "
+                "smaller budget: megacompile(model, gpu_memory=...)"
+            )
+        set_random_state(self.machine.device, self.random)
+
+
+# Uses of parameters outside of every schedule: gradients from code outside of calls, and views.
+#
+# A call of a module in the model is scheduled. Its other methods, and losses that read parameters,
+# are not: they compute where the parameter is. The runtime sees only their gradients.
+
+
+class OutsideNotice:
+    """Warns once if parameters are used outside of schedules, and once if a forward has kept a view
+    of one, which is a copy."""
+
+    def __init__(self, model: nn.Module, machine: Machine) -> None:
+        self.model = model
+        self.machine = machine
+        self._said = self._said_view = False
+        self._noted: weakref.WeakSet[Program] = weakref.WeakSet()
+        self._read: set[int] = set()  # ids of parameters read by any schedule
+
+    def say(self, graphs: Iterable[CapturedGraph], *, is_known: bool) -> None:
+        """Warn of such views and gradients at a step. `is_known`: code in eager mode has used
+        parameters, with its own warning."""
+        every = [program for graph in graphs for program in graph.programs.values()]
+        programs = [program for program in every if program is not None]
+        if not self._said_view:
+            self._say_view(programs)
+        self._said = self._said or len(programs) < len(every)  # eager graphs have their warning
+        if self._said or is_known:
+            return
+        buckets = self.machine.buckets
+        for program in programs:
+            if program not in self._noted:
+                self._noted.add(program)
+                for key, index in program.places:
+                    if key in buckets:
+                        self._read |= set(map(id, buckets[key].params[index : index + 1]))
+        for bucket in buckets.values():
+            for param in bucket.params:
+                if param.grad is not None and id(param) not in self._read:
+                    self._say_outside()
+                    return
+
+    def _say_outside(self) -> None:
+        self._said = True
+        params = [p for b in self.machine.buckets.values() for p in b.params]
+        outside = {id(p) for p in params if p.grad is not None and id(p) not in self._read}
+        name = next(name for name, param in self.model.named_parameters() if id(param) in outside)
+        module = name.rpartition(".")[0]
+        call = f"model.{module}(...)" if module else "model(...)"
+        notices.warn(
+            f"megacompile: {share(params, outside)} of {type(self.model).__name__} have gradients "
+            f"that no schedule has computed, {name!r} first: code outside of every call used "
+            "them, on the device where they are stored (slower, same numbers; shown once); write "
+            f"{call}, not .forward(...) or the parameter itself, or move that code into a "
+            "module's forward"
+        )
+
+    def _say_view(self, programs: Iterable[Program]) -> None:
+        """Warn of a view that still exists: those that a forward did not keep are freed already."""
+        views = (name for program in programs for view, name in program.views if view() is not None)
+        name = next(views, None)
+        if name is not None:
+            self._said_view = True
+            notices.warn(
+                f"megacompile: the forward of {type(self.model).__name__} has kept a view of "
+                f"parameter {name!r}, or returned it, and the view is a copy: this step changes "
+                f"the parameter, not the copy (shown once); read model.get_parameter({name!r}) "
+                "where the view is used"
+            )

@@ -47,12 +47,10 @@ def hugging_face_names(model: nn.Module) -> dict[int, str]:
     return names
 
 
-def refuse_unmerged(model: nn.Module) -> None:
-    """Raise if PEFT adapters are active but not merged: the weights do not include them.
-
-    Raises:
-        ModelError: with the name of such a layer.
-    """
+def check(streamed: StreamedModel, model: nn.Module, names: Mapping[int, str]) -> None:
+    """Raise a ModelError if a checkpoint does not have a model's weights: adapters of PEFT are
+    active but not merged, or parameters are packed (its names are those of unpacked weights); or if
+    one of them is in no bucket yet."""
     for name, module in model.named_modules():
         beside = hasattr(module, "base_layer") and getattr(module, "active_adapters", None)
         off = getattr(module, "merged", True) or getattr(module, "disable_adapters", False)
@@ -62,32 +60,16 @@ def refuse_unmerged(model: nn.Module) -> None:
                 "of the base model; call model.merge_adapter() first, and model.unmerge_adapter() "
                 "afterwards"
             )
-
-
-def refuse_packed(model: nn.Module) -> None:
-    """Raise if parameters are packed: a checkpoint's names are names of unpacked weights.
-
-    Raises:
-        ModelError: with the name of such a parameter's layer.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
+    layers = {id(module): name for name, module in model.named_modules()}
     for module, name, param in packed_parameters(model):
         raise ModelError(
-            f"full_parameters(): parameter {name!r} of layer {names[id(module)]!r} is a quantized "
+            f"full_parameters(): parameter {name!r} of layer {layers[id(module)]!r} is a quantized "
             f"{type(param).__name__}; needed unquantized weights; send only the adapters "
             "(peft.get_peft_model_state_dict), to an engine with the same base"
         )
-
-
-def refuse_unknown(streamed: StreamedModel, names: Mapping[int, str]) -> None:
-    """Raise if a parameter is not in a bucket yet.
-
-    Raises:
-        ModelError: with its name.
-    """
-    plain = {id(p) for bucket in streamed.machine.buckets.values() for p in bucket.params}
+    known = {id(p) for bucket in streamed.machine.buckets.values() for p in bucket.params}
     for key, name in names.items():
-        if key not in plain:
+        if key not in known:
             raise ModelError(
                 f"full_parameters(): parameter {name!r} was added since the last call, and is in "
                 "no bucket yet; call the model once first"

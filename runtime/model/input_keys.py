@@ -1,18 +1,26 @@
-"""Keys of a captured graph's inputs: calls with equal keys may share a program.
+"""The inputs of a captured graph: calls with equal keys may share a program.
 
 Building the keys of hundreds of inputs takes milliseconds of Python, and in training they are equal
 from step to step: only the batch differs. So a call is first compared with the last call
 (`LastCall`): parameters by identity, other tensors by torch's guards, in C.
+
+Dynamo captures a graph with symbols once a size or a number has changed (`SymbolicInputs`). A
+program for such a graph serves every call of its *kind* (dtypes, devices, requires_grad,
+parameters) whose sizes its code is valid for. If code specialized on a size, other sizes get
+another program. Memory is planned for the largest call so far; a larger call is planned again, with
+the same code. Sizes are rounded up, so that lengths that grow by one do not each need a plan.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 from weakref import ref
 
+import sympy
 import torch
 
 from megacompile import compat, packed
@@ -21,11 +29,13 @@ from megacompile.ir.capture import (
     Ambient,
     ConstantInput,
     GraphInput,
+    NumberInput,
     PackedInput,
     ParamInput,
     TensorInput,
 )
 from megacompile.ir.keys import constant_key
+from megacompile.ir.symbols import Number, SymbolicSizes, Values, is_size
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.start import Place
@@ -36,13 +46,8 @@ _NUMBERS = (int, float, bool)
 
 
 def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
-    """The key of an input: calls whose inputs have equal keys may share a program.
-
-    Args:
-        place: returns the bucket of a parameter, and its index there.
-        arg: an input of the captured graph.
-        any_size: the input's sizes are symbols. A parameter is bound to its place in either case.
-    """
+    """The key of an input: calls whose inputs have equal keys may share a program. With `any_size`,
+    its sizes are symbols; a parameter is bound to its place in either case."""
     if isinstance(arg, StreamedParameter):
         bucket, index = place(arg)
         return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
@@ -57,21 +62,17 @@ def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
 
 
 def input_of(place: Place, arg: Any) -> GraphInput:
-    """The description of an input that a program is built for.
-
-    Raises:
-        UnsupportedGraphError: schedules do not support this input.
-    """
-
-    def of_param(proxy: torch.Tensor) -> ParamInput:
-        assert isinstance(proxy, StreamedParameter)
-        return ParamInput(*place(proxy), proxy.requires_grad)
+    """The description of an input that a program is built for. Raises UnsupportedGraphError if
+    schedules do not support it."""
 
     if isinstance(arg, StreamedParameter):
-        return of_param(arg)
+        return ParamInput(*place(arg), arg.requires_grad)
     if _is_packed(arg):
         wrapping, parts = packed.taken_apart(arg)
-        return PackedInput(wrapping, tuple(map(of_param, parts)))
+        proxies = (part for part in parts if isinstance(part, StreamedParameter))
+        return PackedInput(
+            wrapping, tuple(ParamInput(*place(part), part.requires_grad) for part in proxies)
+        )
     if type(arg) in compat.PLAIN_TENSORS:
         if arg.layout is not torch.strided:
             raise UnsupportedGraphError(f"an input has layout {arg.layout}")
@@ -109,12 +110,7 @@ _PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, fl
 
 class LastCall:
     """One call: its program, and the properties another call must share to reuse it. Keeps no
-    tensor alive.
-
-    Args:
-        args: its inputs: proxies, plain tensors that require no grad, and numbers.
-        changed: the positions of the inputs that the program changes in place.
-    """
+    tensor alive. Of its inputs, the program changes those at `changed` in place."""
 
     def __init__(
         self, program: Program, ambient: Ambient, args: Sequence[Any], changed: frozenset[int]
@@ -154,13 +150,11 @@ class LastCall:
         if list(map(constant_key, self._numbers_of(args))) != self._numbers:
             return False
         tensors = self._tensors_of(args)
-        return self._alike(tensors) and self._is_apart(tensors)
-
-    def _is_apart(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if inputs changed in place have the same addresses, and no moved input overlaps
-        them."""
+        if not self._alike(tensors):
+            return False
         if not self._spans:
             return True
+        # inputs changed in place must have the same addresses, and no moved input overlap them
         at = list(map(torch.Tensor.data_ptr, tensors))
         if at == self._at:
             return True
@@ -183,3 +177,113 @@ def _taker(positions: Sequence[int]) -> Any:
         return itemgetter(*positions)
     first = positions[0] if positions else 0
     return itemgetter(slice(first, first + len(positions)))
+
+
+PROGRAMS_AT_ONCE = 16  # per kind; the oldest are dropped
+STEPS = 2  # planned sizes between two powers of two
+
+
+class SymbolicInputs:
+    """Dynamo's description of a captured graph's inputs, at least one of which is a number. Without
+    `floats`, each value of a float is a separate kind of call."""
+
+    def __init__(self, described: Sequence[compat.DescribedInput], *, floats: bool) -> None:
+        self.described = described
+        self.in_tensors = [k for k, item in enumerate(described) if item.in_tensor]
+        self.numbers = [
+            k
+            for k, item in enumerate(described)
+            if item.number is not None and (floats or not item.in_tensor)
+        ]
+        self._sized = [
+            k
+            for k, item in enumerate(described)
+            if any(isinstance(n, sympy.Basic) for n in (*item.shape, *item.stride))
+        ]
+        sizes = tuple((described[k].shape, described[k].stride) for k in self._sized)
+        symbols = [described[k].number for k in self.numbers]
+        self._sizes: Callable[..., Any] = compat.as_function(sizes, symbols)
+
+    def plain(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs of a call, with numbers in tensors converted to numbers."""
+        given = list(args)
+        for k in self.in_tensors:
+            if isinstance(given[k], torch.Tensor):
+                given[k] = given[k].item()
+        return tuple(given)
+
+    def values(self, args: Sequence[Any]) -> list[int | float]:
+        """The symbols' values in a call."""
+        return [args[k] for k in self.numbers]
+
+    def fits(self, args: Sequence[Any], values: Sequence[int | float]) -> bool:
+        """True if the tensors' sizes match Dynamo's description."""
+        return all(
+            args[k].shape == shape and args[k].stride() == stride
+            for k, (shape, stride) in zip(self._sized, self._sizes(*values), strict=True)
+        )
+
+    def kind(
+        self, key: Callable[[Any, bool], Hashable], args: Sequence[Any]
+    ) -> tuple[Hashable, ...]:
+        """The key shared by calls that may share programs; `key` returns that of an input, with any
+        sizes if its argument is True."""
+        return tuple(
+            (type(arg),) if k in self.numbers else key(arg, k in self._sized)
+            for k, arg in enumerate(args)
+        )
+
+    def inputs(
+        self, plain: Callable[[Any], GraphInput], args: Sequence[Any]
+    ) -> tuple[GraphInput, ...]:
+        """The inputs with symbols, with a call's values as hints."""
+        found: list[GraphInput] = []
+        for k, (item, arg) in enumerate(zip(self.described, args, strict=True)):
+            if k in self.numbers:
+                found.append(NumberInput(Number(item.number, arg)))
+                continue
+            made = plain(arg)
+            if k in self._sized and isinstance(made, TensorInput):
+                sizes = SymbolicSizes(item.shape, item.stride)
+                made = TensorInput(replace(made.meta, symbolic=sizes))
+            found.append(made)
+        return tuple(found)
+
+
+def symbolic_inputs(described: Sequence[compat.DescribedInput]) -> tuple[SymbolicInputs, ...]:
+    """The ways to trace a graph: with every number as a symbol, or with only sizes and ints."""
+    every, ints = (SymbolicInputs(described, floats=floats) for floats in (True, False))
+    return (every, ints) if every.in_tensors and ints.numbers else (every,)
+
+
+def covers(program: Program, values: Sequence[int | float]) -> bool:
+    """True if the planned memory is enough for a call with these values."""
+    planned = list(_planned(program).values())
+    if all(value <= most for value, most in zip(values, planned, strict=True)):
+        return True
+    return program.size_bytes(*values) <= program.size_bytes(*planned)
+
+
+def with_room(program: Program, values: Sequence[int | float]) -> Iterator[Program]:
+    """The program for calls with these values, without schedules: first planned for slightly larger
+    sizes, if its code is valid for them; then for these alone."""
+    exact = dict(zip(_planned(program), values, strict=True))
+    rounded = {
+        symbol: _rounded(int(value)) if is_size(symbol) else value
+        for symbol, value in exact.items()
+    }
+    ways = [rounded] if rounded != exact and program.holds(list(rounded.values())) else []
+    for way in (*ways, exact):
+        yield program.anew(program.plans.compiler.resized(program.stages, way))
+
+
+def _planned(program: Program) -> Values:
+    symbols = program.stages.symbols
+    assert symbols is not None
+    return symbols.planned
+
+
+def _rounded(size: int) -> int:
+    """The size, rounded up to one of `STEPS` sizes between two powers of two."""
+    step = max(1, (1 << (size.bit_length() - 1)) // STEPS)
+    return -(-size // step) * step

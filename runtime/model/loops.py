@@ -1,56 +1,212 @@
-"""Training loops that save a shared model in one rank: transformers' Trainer and Accelerate.
+"""Training loops that save a model that ranks share in one rank: transformers' Trainer, Accelerate,
+and loops that wrap their model in a DistributedDataParallel.
 
-All ranks call the methods below; the stock methods then write only the first rank's `state_dict()`.
-So all ranks gather first, one tensor at a time, and the writing rank's state dicts are whole until
-the method returns:
+Such a loop assumes that each rank has the whole model: its first rank saves `state_dict()`. With
+DTensors it would save only its own rows, and a model that loads them would silently take them for
+whole tensors.
+
+    make_whole   in every rank from then on: each call gathers, and all ranks must call it
+    saving       for a block, in the rank that writes: all ranks gather when it begins
+    shapes       for a block, shapes only: nothing is gathered
+
+All ranks call these methods, around which `take_over` puts such a block once their module has been
+imported:
 
     Trainer        save_model, _save_optimizer_and_scheduler
     Accelerator    save_state, get_state_dict, called by save_model and others
 
-`Accelerator.load_state` finds tied tensors by their memory, and DTensors have no storage. Nothing
-is imported: a class is patched once its module has been imported.
+`Accelerator.load_state` finds tied tensors by their memory, and DTensors have no storage.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
-from megacompile.runtime.model.whole_states import Saving, Shapes
+from megacompile.errors import HostMemoryError
+from megacompile.host_memory import available_bytes
+from megacompile.runtime.device.ranks import ranks_of
+from megacompile.runtime.optim.blockwise import to_plain
+from megacompile.text import format_bytes
 
-Method = Callable[..., Any]
-_SHARED: list[Callable[[nn.Module], list[nn.Module]]] = []  # finds the shared modules in a model
+
+def make_whole(module: nn.Module) -> None:
+    """Make `state_dict()` of a module, and of its optimizers that step from now on, gather shared
+    tensors into host memory. From then on all ranks must call it together."""
+    if module in _MODULES:
+        return
+    _MODULES[module] = module.register_state_dict_post_hook(_of_module)
 
 
-def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
-    """Makes loops save shared models. Checks for newly imported loops when a model is moved and at
-    the step of any optimizer. (Trainer and Accelerate first move a model.)
+def _of_module(
+    module: nn.Module, found: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    if is_saved(module):
+        return
+    for name, value in found.items():
+        if name.startswith(prefix) and not isinstance(value, nn.Parameter):  # `keep_vars`
+            found[name] = whole_on_host(value)
 
-    Args:
-        shared_in: returns the modules in a model that ranks share.
-    """
-    if not _SHARED:
-        _SHARED.append(shared_in)
-        register_optimizer_step_pre_hook(_before_step)
-    take_over()
+
+def _of_optimizer(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
+    if any(optimizer in optimizers for _, optimizers in _SAVING):
+        return found
+    gathered: dict[str, Any] = compat.tree_map(whole_on_host, found)
+    return gathered
+
+
+def whole_on_host(value: Any) -> Any:
+    """The full tensor of a DTensor, in host memory; any other value unchanged. All ranks call
+    this."""
+    if not compat.is_sharded(value):
+        return value
+    mine = to_plain(value.detach())  # its guard has waited for work in flight
+    return ranks_of(mine).all_of(mine).cpu()
 
 
 @compat.opaque
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    del optimizer, args, kwargs
+    take_over()
+    if optimizer in _OPTIMIZERS or not compat.takes_hooks(optimizer):
+        return
+    ours = {id(param) for module in list(_MODULES) for param in module.parameters()}
+    if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        _OPTIMIZERS[optimizer] = optimizer.register_state_dict_post_hook(_of_optimizer)
+
+
+@contextmanager
+def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> Iterator[bool]:
+    """A block in which one rank saves (`writes`): its state dicts are whole, the other ranks' are
+    unchanged.
+
+    All ranks enter it, gather one tensor at a time, and leave it together: an error in one rank
+    raises in all (RankError), such as too little memory for all tensors in the rank that writes
+    (HostMemoryError). Nested blocks do nothing. Yields True if tensors were gathered.
+    """
+    modules = [shared for m in models if isinstance(m, nn.Module) for shared in _shared_in(m)]
+    every = (getattr(each, "optimizer", each) for each in wrapped)  # in Accelerate's wrapper
+    optimizers = [each for each in every if isinstance(each, Optimizer)]
+    values: list[Any] = [param for module in modules for param in module.parameters()]
+    for optimizer in optimizers:
+        values += [value for state in optimizer.state.values() for value in state.values()]
+    shared = [value for value in values if compat.is_sharded(value)]
+    if _SAVING or not shared:
+        yield bool(_SAVING)
+        return
+    names = ", ".join(type(each).__name__ for each in modules or optimizers)
+    what, ranks = f"saving {names} in one rank", ranks_of(shared[0])
+    with ExitStack() as stack:
+        with ranks.together(what):  # before any rank gathers
+            needed, available = sum(t.numel() * t.itemsize for t in shared), available_bytes()
+            if writes and needed > available:
+                raise HostMemoryError(
+                    f"{what}: it needs {format_bytes(needed)} more of host memory for whole "
+                    f"tensors, and {format_bytes(available)} is free; save with "
+                    "megacompile.save(model, folder) in all ranks, which gathers one tensor at a "
+                    "time (with Trainer from a TrainerCallback, and save_strategy='no'), or with "
+                    "torch.distributed.checkpoint"
+                )
+        del values, shared
+        stack.enter_context(ranks.together(what))
+        for module in modules:
+            whole = _gather_module(module, keeps=writes)
+            put = functools.partial(_put, whole if writes else {})
+            stack.callback(module.register_state_dict_post_hook(put).remove)
+        for optimizer in optimizers:
+            states = compat.tree_map(functools.partial(_gather, writes), optimizer.state_dict())
+            replace = functools.partial(_replace, states if writes else None)
+            stack.callback(optimizer.register_state_dict_post_hook(replace).remove)
+        _SAVING.append((modules, optimizers))
+        stack.callback(_SAVING.clear)
+        yield True
+
+
+def _gather_module(module: nn.Module, *, keeps: bool) -> dict[str, torch.Tensor]:
+    made: dict[int, torch.Tensor] = {}
+    kept: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not compat.is_sharded(value):
+            continue
+        if id(value) not in made:
+            whole = _gather(keeps, value)
+            made[id(value)] = torch.empty(0) if whole is None else whole
+            del whole
+        kept[name] = made[id(value)]  # tied tensors stay tied
+    return kept
+
+
+def _gather(keeps: bool, value: Any) -> Any:
+    whole = whole_on_host(value)
+    return whole if keeps else None
+
+
+def _replace(states: Any, optimizer: Optimizer, found: dict[str, Any]) -> Any:
+    """A hook that replaces an optimizer's state dict, if this rank saves."""
+    return found if states is None else states
+
+
+@contextmanager
+def shapes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A block in which the modules' state dicts have full shapes, in untouched memory: each tensor
+    has its own memory, and tied tensors share theirs."""
+    with ExitStack() as stack:
+        for module in modules:
+            every = module.state_dict(keep_vars=True).items()
+            shared = {name: value for name, value in every if compat.is_sharded(value)}
+            each = {id(v): torch.empty(v.shape, dtype=v.dtype) for v in shared.values()}
+            put = functools.partial(_put, {name: each[id(v)] for name, v in shared.items()})
+            stack.callback(module.register_state_dict_post_hook(put).remove)
+        yield
+
+
+def _put(
+    values: Mapping[str, torch.Tensor],
+    module: nn.Module,
+    found: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+) -> None:
+    """A state dict hook that inserts these values, unless the caller asks for parameters."""
+    for name, value in values.items():
+        if not isinstance(found.get(prefix + name), nn.Parameter):  # `keep_vars`
+            found[prefix + name] = value
+
+
+def is_saved(module: nn.Module) -> bool:
+    """True inside of a block of `saving`."""
+    return any(module in modules for modules, _ in _SAVING)
+
+
+_MODULES: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_OPTIMIZERS: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+_SAVING: list[tuple[Sequence[nn.Module], Sequence[Optimizer]]] = []  # of the active block
+
+
+Method = Callable[..., Any]
+_ATTENDED: list[Any] = []  # the hook on optimizers' steps, once ranks share a model
+
+
+def attend() -> None:
+    """Make loops save models that ranks share. Checks for newly imported loops when a model is
+    moved (Trainer and Accelerate do it first) and at the step of any optimizer."""
+    if not _ATTENDED:
+        _ATTENDED.append(register_optimizer_step_pre_hook(_before_step))
     take_over()
 
 
 def take_over() -> None:
     """Wrap the methods of imported loops, once, if ranks share a model."""
-    if not _SHARED:
+    if not _ATTENDED:
         return
     for (module, kind, name), ours in _METHODS.items():
         imported = sys.modules.get(module)
@@ -71,25 +227,26 @@ def _around(stock: Method, ours: Method) -> Method:
     return method
 
 
-def _saving(models: list[Any], optimizers: list[Any], *, writes: bool) -> Saving:
-    shared = [s for m in models if isinstance(m, nn.Module) for s in _SHARED[0](m)]
-    stock = [getattr(each, "optimizer", each) for each in optimizers]  # in Accelerate's wrapper
-    return Saving(shared, [o for o in stock if isinstance(o, Optimizer)], writes=writes)
+def _shared_in(model: nn.Module) -> list[nn.Module]:
+    """The megacompiled modules in a model that ranks share."""
+    calls: list[Any] = list(map(compat.compiled_call, model.modules()))
+    streamed = [call for call in calls if hasattr(call, "buckets")]  # a `StreamedModel`
+    return [call.model for call in streamed if call.options.mesh is not None]
 
 
 def _trainer_model(stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _saving([trainer.model], [], writes=trainer.args.should_save):
+    with saving([trainer.model], [], writes=trainer.args.should_save):
         return stock(*args, **kwargs)
 
 
 def _trainer_optimizer(stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    with _saving([], [trainer.optimizer], writes=trainer.args.should_save):
+    with saving([], [trainer.optimizer], writes=trainer.args.should_save):
         return stock(*args, **kwargs)
 
 
 def _accelerate_state(stock: Method, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     models, optimizers = accelerator._models, accelerator._optimizers
-    with _saving(models, optimizers, writes=_writes(accelerator)):
+    with saving(models, optimizers, writes=_writes(accelerator)):
         return stock(*args, **kwargs)
 
 
@@ -98,9 +255,9 @@ def _accelerate_state_dict(
 ) -> Any:
     """Return an empty dict in ranks that write nothing, like FSDP2."""
     writes = _writes(accelerator)
-    with _saving([model], [], writes=writes) as saving:
+    with saving([model], [], writes=writes) as gathers:
         state_dict = stock(model, *args, **kwargs)
-    return state_dict if writes or not saving.gathers else {}
+    return state_dict if writes or not gathers else {}
 
 
 def _writes(accelerator: Any) -> bool:
@@ -112,7 +269,7 @@ def _writes(accelerator: Any) -> bool:
 
 
 def _load_model(stock: Method, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with Shapes(_SHARED[0](model)):
+    with shapes(_shared_in(model)):
         return stock(*args, **kwargs)
 
 

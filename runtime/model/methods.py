@@ -1,19 +1,23 @@
-"""The methods that replace those of a streamed model."""
+"""The methods that replace those of a streamed model, and the calls of its submodules."""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.runtime.model import loops
-from megacompile.runtime.model.whole_states import is_saved
+from megacompile.runtime.params.undo import Undos, exchange, replace
 
 
 class Replacement:
@@ -25,27 +29,19 @@ class Replacement:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlainMethod:
-        return PlainMethod(copy.deepcopy(self.model, memo), self.name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        return MethodType(getattr(type(self.model), self.name), copy.deepcopy(self.model, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.model, self.name)
 
-
-class PlainMethod(Replacement):
-    """Return the copy's method."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__(model)
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method of the model's class."""
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
 class OwnCall(Replacement):
-    """Calls the stock method. If Dynamo found that method itself while it captures a caller of the
-    model, it would capture the model's `forward` and bypass streaming."""
+    """Calls the stock method. Dynamo would capture that one in a caller, and bypass streaming."""
 
     name = compat.CALL
 
@@ -88,7 +84,7 @@ class HostApply(Replacement):
             moved = True
             return tensor if probe.dtype == tensor.dtype else tensor.to(probe.dtype)
 
-        applied: nn.Module = getattr(type(self.model), self.name)(self.model, stay, recurse)
+        applied: nn.Module = self.stock(stay, recurse)
         if moved:
             notices.warn_once(
                 "to(device)",
@@ -106,8 +102,8 @@ class SharedSave(Replacement):
     name = "save_pretrained"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is not None or is_saved(self.model):  # already gathered
-            return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        if kwargs.get("state_dict") is not None or loops.is_saved(self.model):  # already gathered
+            return self.stock(*args, **kwargs)
         raise ModelError(
             f"save_pretrained(): ranks share {type(self.model).__name__} (mesh=), and this one has "
             "only its rows; call megacompile.save(model, folder) in all ranks (with Trainer: "
@@ -117,11 +113,8 @@ class SharedSave(Replacement):
 
 
 def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
-    """Replace a model's methods; a copied or loaded model is a plain one.
-
-    Args:
-        shared: ranks share the model.
-    """
+    """Replace a model's methods; a copied or loaded model is a plain one. `shared`: ranks share
+    it."""
     for kind in (HostApply, OwnCall, OwnCompile):
         setattr(model, kind.name, kind(model))
     if shared and hasattr(model, SharedSave.name):
@@ -129,15 +122,14 @@ def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Restore a model's methods."""
+    """Undo `replace_methods`."""
     for kind in (HostApply, OwnCall, OwnCompile, SharedSave):
         if isinstance(vars(model).get(kind.name), kind):
             delattr(model, kind.name)
 
 
-# The methods of a model's classes, which Dynamo does not guard once it has captured a module.
-# Dynamo guards a module's attributes in each call, but not the functions of its class. So a capture
-# is valid only for the functions at the time of capture.
+# Dynamo guards a module's attributes in each call, but not the functions of its class: a capture is
+# valid only for the functions at the time of capture.
 
 State = frozenset[tuple[type, int]]  # classes whose methods were replaced, and the replacements
 
@@ -151,50 +143,134 @@ class ClassMethods:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._classes: dict[type, _Methods] = {}
+        self._had: dict[type, list[dict[str, Any]]] = {}  # every set of methods of a class
+        self._now: dict[type, tuple[tuple[Any, ...], int]] = {}  # its attributes, the set's index
         self.find()
 
     def find(self) -> None:
         """Look for new classes."""
         for kind in {type(module) for module in compat.modules_of(self._model)}:
             for cls in kind.__mro__:
-                if cls not in self._classes and cls not in (nn.Module, object):
-                    self._classes[cls] = _Methods(cls)
+                if cls not in self._had and cls not in (nn.Module, object):
+                    self._had[cls] = []
+        self.state()
 
     def state(self) -> State:
         """A key that is equal if all classes have the same methods."""
-        return frozenset(
-            (cls, state) for cls, methods in self._classes.items() if (state := methods.state())
-        )
+        found = set()
+        for cls in self._had:
+            values = tuple(vars(cls).values())
+            known, index = self._now.get(cls, ((), 0))
+            if len(values) != len(known) or not all(map(operator.is_, values, known)):
+                index = self._index(cls)
+                self._now[cls] = values, index
+            if index:
+                found.add((cls, index))
+        return frozenset(found)
 
-
-class _Methods:
-    """The methods of one class: all past sets, and the current one."""
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-        self._values: tuple[Any, ...] = ()
-        self._had: list[dict[str, Any]] = []
-        self._now = 0
-        self.state()
-
-    def state(self) -> int:
-        """The number of different sets before the current one first appeared."""
-        values = tuple(vars(self.cls).values())
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            self._values = values
-            self._now = self._position(
-                {name: value for name, value in vars(self.cls).items() if _is_method(value)}
-            )
-        return self._now
-
-    def _position(self, methods: dict[str, Any]) -> int:
-        for k, had in enumerate(self._had):
+    def _index(self, cls: type) -> int:
+        """The number of different sets of methods before the current one first appeared."""
+        methods = {
+            name: value
+            for name, value in vars(cls).items()
+            if callable(value) or hasattr(type(value), "__get__")
+        }
+        for k, had in enumerate(self._had[cls]):
             if had.keys() == methods.keys() and all(had[n] is methods[n] for n in had):
                 return k
-        self._had.append(methods)
-        return len(self._had) - 1
+        self._had[cls].append(methods)
+        return len(self._had[cls]) - 1
 
 
-def _is_method(value: Any) -> bool:
-    return callable(value) or hasattr(type(value), "__get__")
+# Calls of a model's submodules, outside of a call of the model itself.
+#
+# A `training_step` calls `self.net(x)`, a loss calls `model.head(hidden)`. So a `ModuleCall`
+# replaces the call of every submodule with parameters. It does the same as a call of the model: it
+# swaps parameters and schedules the captured graphs. While such a call runs, the replacements are
+# removed, and Dynamo captures the modules as they are.
+#
+# Some calls stay as they are: calls in `torch.func`, under a tracer, and in a backward. There a
+# checkpoint repeats the forward, so a module that was never called on its own was part of a call.
+
+
+class ModuleCall:
+    """Replaces a module's call. A copied or loaded module has none. `streamed` refers to a
+    `StreamedModel`."""
+
+    def __init__(self, module: nn.Module, streamed: weakref.ref[Any]) -> None:
+        self.module = module
+        self.streamed = streamed
+        self.compiled: dict[State, Callable[..., Any]] = {}  # made at the first call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return None: a copied module has no `ModuleCall`, even if its class copies its own
+        `__dict__`."""
+        return type(None), ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        streamed = self.streamed()
+        if streamed is None or self._stays_plain():
+            return getattr(self.module, compat.CALL)(*args, **kwargs)
+        return streamed.call_module(self.module, self.compiled, args, kwargs)
+
+    def _stays_plain(self) -> bool:
+        if compat.tracer_around():
+            return True
+        if compat.in_transform() and not compat.given_to_functional_call():
+            return True
+        return not self.compiled and compat.backward_id() != -1
+
+
+class ModuleCalls:
+    """The submodule calls of a streamed model."""
+
+    def __init__(self, model: nn.Module, streamed: Any) -> None:
+        self.model = model
+        self.streamed = weakref.ref(streamed)
+        self.put_in()
+
+    def put_in(self) -> None:
+        """Replace the call of each module, including new modules."""
+        parts = []
+        for module in _eligible(self.model):
+            part = compat.compiled_call(module)
+            if part is None or (isinstance(part, ModuleCall) and part.streamed() is None):
+                part = ModuleCall(module, self.streamed)
+                compat.set_compiled_call(module, part)
+            if isinstance(part, ModuleCall) and part.streamed is self.streamed:
+                parts.append(part)
+        holders, count = [vars(part.module) for part in parts], len(parts)
+        self._columns = holders, [compat.COMPILED_CALL] * count, parts, [None] * count
+
+    def take_out(self, undos: Undos) -> None:
+        """Restore the modules' plain calls until the undos run."""
+        replace(*self._columns, undos)
+
+    def end(self) -> None:
+        """Restore the modules."""
+        exchange(*self._columns)
+        holders, _, parts, _ = self._columns
+        for holder, part in zip(holders, parts, strict=True):
+            if not part.compiled or holder.get(compat.COMPILED_CALL) is None:
+                holder.pop(compat.COMPILED_CALL, None)
+
+
+def _eligible(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules whose calls are replaced: those with parameters.
+
+    Excludes modules that compute a parameter on access, and modules that call another module to
+    observe it.
+    """
+    computed = {
+        id(inner)
+        for module in model.modules()
+        if isinstance(module, ParametrizationList)
+        for inner in module.modules()
+    }
+    for module in model.modules():
+        if module is model or id(module) in computed:
+            continue
+        if isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
+            continue
+        if next(module.parameters(), None) is not None:
+            yield module

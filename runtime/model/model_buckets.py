@@ -1,5 +1,4 @@
-"""The buckets of a model: takes over its parameters, moves them between host and device, releases
-them.
+"""The buckets of a model.
 
 take over    copy parameters into buckets, on the host or (residents) on the device
 move         move a bucket between host and device, to where the plans want it
@@ -11,26 +10,27 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from megacompile import compat, packed, progress
-from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import Placement, Places, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Options
+from megacompile.passes.stages.units import find_units
+from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.setting import Setting
 from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import TRIM_BYTES, trim_heap
 from megacompile.runtime.model import sharding, start
-from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
-from megacompile.runtime.model.owners import forget, refuse_shared
-from megacompile.runtime.model.plans import Compiler, Plans
-from megacompile.runtime.model.start import HostRoom, ParamPlaces, buffers_to, machine_of
+from megacompile.runtime.model.ddp_checks import DdpChecks, refuse_moves
+from megacompile.runtime.model.program import Plans
+from megacompile.runtime.model.start import buffers_to, machine_of
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradient_guards import follow
@@ -38,6 +38,7 @@ from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.proxies import (
     ParamSource,
+    StreamedParameter,
     follow_parts,
     parts_of,
 )
@@ -49,36 +50,21 @@ from megacompile.validate import check_model
 
 
 class ModelBuckets:
-    """Owns the parameters of a model.
-
-    Args:
-        model: changed in place: its parameters become views of buckets.
-        options: validated.
-        divide: returns the units of a model.
-        compiler: returns a `Compiler` for units.
-        contents: the source of the parameters' values; None: the parameters have them already.
-        room: host memory for parameters. Default: no limit.
-    """
+    """Owns the parameters of a model. The arguments are those of `StreamedModel`."""
 
     plans: Plans  # for the current layout of the buckets
     proxies: Proxies
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        divide: Callable[[nn.Module], tuple[Unit, ...]],
-        compiler: Callable[[tuple[Unit, ...]], Compiler],
-        contents: Contents | None = None,
-        room: HostRoom | None = None,
+        self, model: nn.Module, setting: Setting, contents: Contents | None, new_bytes: int
     ) -> None:
         self.model = model
-        self.options = options
-        self.divide = divide
-        self.make_compiler = compiler
-        self.data_parallel = DataParallel(model, options)
-        self._places = ParamPlaces()
-        self.machine = machine_of(options, self._places.of_proxy)
+        self.setting = setting
+        self.options = options = setting.options
+        self.ddp = DdpChecks(model, options)
+        self._places: dict[int, tuple[Bucket, int]] = {}  # parameter id -> bucket, index
+        # a pending backward holds the places, but not the model
+        self.machine = machine_of(options, functools.partial(_place, self._places))
         ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)
@@ -90,7 +76,7 @@ class ModelBuckets:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
                 contents.share(made, ranks)
-        self._take_over(frozenset(), contents, room=room)
+        self._take_over(frozenset(), contents, new_bytes=new_bytes)
 
     @torch.inference_mode(False)  # memory allocated here outlives inference mode
     def _take_over(
@@ -98,52 +84,53 @@ class ModelBuckets:
         resident: frozenset[int],
         contents: Contents | None = None,
         stored: frozenset[int] = frozenset(),
-        room: HostRoom | None = None,
+        new_bytes: int = 0,
     ) -> None:
-        """Move parameters to buckets, bucket by bucket, and buffers to the device.
-
-        Args:
-            resident: keys of the buckets that live on the device, unless the user chose them.
-            contents: the source of the values; it fills the buckets on the host, and they move from
-                there.
-            stored: keys of the buckets on the disk, if they have moved before.
-            room: host memory for parameters, the first time.
-        """
+        """Move parameters to buckets, bucket by bucket, and buffers to the device. `resident`
+        buckets live on the device, unless the user chose; `stored` ones on the disk, if they have
+        moved before. `contents` fills the buckets on the host, and residents move from there."""
         packed.settle(self.model)
         self._twins = packed.twins(self.model)
-        units = self.divide(self.model)
+        options, machine = self.options, self.machine
+        units = find_units(
+            self.model,
+            compute_dtype=options.compute_dtype,
+            ranks=options.ranks,
+            replicas=options.replicas,
+        )
         # the leaves of packed parameters are frozen, parameters or not
         named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
-        before = bool(self.machine.buckets)
-        self.machine.buckets.clear()
-        self.machine.trained.clear()  # their updates refer to old buckets
-        self.machine.labels.clear()
-        if self.options.resident is not None:
-            resident = start.first_that_fit(units, named, self.options)
-        if not before:
-            stored = start.weights_on_disk(
-                units, named, self.options, self.machine.disk, resident, room or HostRoom()
-            )
-            refuse_moves(self.model, start.goes_to(units, named, self.options, resident))
-        if contents is not None:
-            start.fill(self.machine, self.options, units, named, contents, stored)
-        total = sum(unit.bucket.size_bytes for unit in units)
+        params = {u.bucket.key: [named[place.name] for place in u.bucket.params] for u in units}
+        before = bool(machine.buckets)
+        machine.buckets.clear()
+        machine.trained.clear()  # their updates refer to old buckets
+        machine.labels.clear()
+        if options.resident is not None:
+            resident = start.first_that_fit(units, named, options)
         filling = None
-        moves = not before and contents is None
-        if moves and start.fills_later(named.values(), self.options.device):
-            filling = Filling(self.options.device, Background("megacompile-parameters"))
-        with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
+        if not before:
+            stored = start.weights_on_disk(units, named, options, machine.disk, resident, new_bytes)
+            on_device = {id(param) for key in resident for param in params[key]}
+            refuse_moves(self.model, on_device, options.device.type)
+            if contents is None and start.fills_later(named.values(), options.device):
+                filling = Filling(options.device, Background("megacompile-parameters"))
+        if contents is not None:
+            for unit in units:
+                key = unit.bucket.key
+                machine.buckets[key] = self._new_bucket(
+                    unit.bucket, params[key], stored=key in stored, empty=True
+                )
+            contents.fill(list(machine.buckets.values()), options.progress)
+        total = sum(unit.bucket.size_bytes for unit in units)
+        with bar("moving parameters to the host", total, options.progress, unit="B") as step:
             kept = 0  # bytes freed since the cache was last emptied
             for unit in units:
-                params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
                 if contents is None or key in resident:
-                    self.machine.buckets[key] = start.new_bucket(
-                        self.machine,
-                        self.options,
+                    machine.buckets[key] = self._new_bucket(
                         unit.bucket,
-                        params,
-                        key in resident,
+                        params[key],
+                        resident=key in resident,
                         stored=key in stored,
                         filling=filling,
                     )
@@ -152,22 +139,51 @@ class ModelBuckets:
                 if kept > TRIM_BYTES or unit is units[-1]:
                     trim_heap()
                     kept = 0
-        if self.options.device.type == "cuda":
+        if options.device.type == "cuda":
             torch.cuda.empty_cache()  # the parameters' old memory
-        self.machine.gradients.bind(self.machine.buckets)
-        self.machine.slots.forget()
-        on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
+        machine.gradients.bind(machine.buckets)
+        machine.slots.forget()
+        on_disk = machine.buckets.keys() if machine.disk is not None else ()
         placement = Placement(Places.of(resident, on_disk, stored))
-        self.plans = Plans(self.make_compiler(units), placement)
+        self.plans = Plans(PassCompiler(self.setting, units), placement)
         self._noted.clear()
-        self._places.note(self.machine.buckets.values())
-        buffers_to(self.model, self.options.device)
+        self._places.clear()
+        for bucket in machine.buckets.values():
+            each = enumerate(bucket.params)
+            self._places.update((id(param), (bucket.whole, i)) for i, param in each)
+        buffers_to(self.model, options.device)
         self._make_proxies()
+
+    def _new_bucket(
+        self,
+        layout: Bucket,
+        params: Sequence[nn.Parameter],
+        *,
+        resident: bool = False,
+        stored: bool = False,
+        **filled: Any,
+    ) -> HostBucket:
+        """A bucket on the device, on the disk (`stored`) or on the host, with its parameters."""
+        options, machine = self.options, self.machine
+        pin = options.device.type == "cuda" and not resident
+        return HostBucket(
+            layout,
+            params,
+            pin=pin,
+            grad_dtype=options.grad_dtype,
+            pin_masters=pin and options.updates_on_device,
+            resident=options.device if resident else None,
+            disk=machine.disk,
+            weights_on_disk=stored,
+            budget=machine.host_budget,
+            rank=options.rank,
+            **filled,
+        )
 
     def _make_proxies(self) -> None:
         """Make the proxies last: if they fit the model, so does everything else, even after an
         interrupt."""
-        self.data_parallel.forget()
+        self.ddp.forget()
         self.follow_leaves()
         self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
@@ -210,9 +226,12 @@ class ModelBuckets:
             if not self.machine.may_move(moving):
                 return
             params = [p for key in moving for p in self.machine.buckets[key].params]
-            why = now.stays or self.data_parallel.holds(params)
+            why = now.stays or self.ddp.holds(params)
             if moving and why:
-                self._stay(why)
+                self.ddp.say(why)
+                self.plans.say_stays(why)  # from now on
+                self.plans.compiler.replan()
+                self.plans.expire()
             else:
                 self._aliases.of_moving(self.model, self._aliased(moving))
                 self._move(wanted)
@@ -222,11 +241,6 @@ class ModelBuckets:
         for bucket in (self.machine.buckets[key] for key in keys):
             bucket.pending.wait()  # an update in flight references the memory too
             yield from (p for i, p in enumerate(bucket.params) if bucket.aliased(i))
-
-    def _stay(self, why: str) -> None:
-        """Pin the buckets to where they are, whatever the plan wants."""
-        self.data_parallel.say(why)
-        self.plans.stay(why)
 
     @torch.inference_mode(False)
     def _move(self, wanted: Placement) -> None:
@@ -242,18 +256,16 @@ class ModelBuckets:
                 weights, states, *_ = places[key]
                 resident, stored = weights is Tier.DEVICE, weights is Tier.DISK
                 undone(functools.partial(self.move_bucket, key, resident, stored=stored))
-                self._place_states(self.machine.buckets[key], states is Tier.DISK)
+                bucket = self.machine.buckets[key]
+                on_disk = states is Tier.DISK and bucket.resident is None
+                disk = self.machine.disk if on_disk else None
+                if disk is not bucket.disk:
+                    bucket.pending.settle()
+                    bucket.disk = disk
+                    bucket.states = StateMemory(bucket)
         self.moved()
-        self.plans.moved(wanted)  # after an interrupt before this line, the move starts over
-
-    def _place_states(self, bucket: HostBucket, on_disk: bool) -> None:
-        """Moves the states of a streamed bucket to the disk or to the host, from the next step
-        on."""
-        disk = self.machine.disk if on_disk and bucket.resident is None else None
-        if disk is not bucket.disk:
-            bucket.pending.settle()
-            bucket.disk = disk
-            bucket.states = StateMemory(bucket)
+        self.plans.placement = wanted  # after an interrupt before this line, the move starts over
+        self.plans.expire()
 
     def moved(self) -> None:
         """Record that buckets have moved."""
@@ -269,12 +281,9 @@ class ModelBuckets:
         stored: bool = False,
         reallocate: bool = False,
     ) -> None:
-        """Moves a bucket to the device or to the host; with `stored`, its parameters move on to the
-        disk. Call `moved` after the last bucket.
-
-        Args:
-            reallocate: allocate new memory even if the bucket lives there already.
-        """
+        """Move a bucket to the device or to the host; with `stored`, its parameters move on to the
+        disk; with `reallocate`, to new memory even if it lives there already. Call `moved` after
+        the last bucket."""
         old = self.machine.buckets[key]
         stored = stored and not resident
         current = (old.resident is not None, old.on_disk is not None)
@@ -283,17 +292,17 @@ class ModelBuckets:
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")
         old.pending.settle()
-        undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
+        undos.append(functools.partial(show_again, [(p, p.grad) for p in old.params]))
         gradients, lacking = self.machine.gradients.take(key)
-        self.machine.buckets[key] = start.new_bucket(
-            self.machine, self.options, old.whole, old.params, resident, stored=stored
+        self.machine.buckets[key] = self._new_bucket(
+            old.whole, old.params, resident=resident, stored=stored
         )
         self.machine.gradients.put(self.machine.buckets[key], gradients, lacking)
         for param in old.params:
             follow(param)
 
     def _source(self, param: torch.Tensor) -> ParamSource:
-        layout, i = self._places.of[id(param)]
+        layout, i = self._places[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
         wrote = functools.partial(bucket.copy.take_back, i)
@@ -302,29 +311,17 @@ class ModelBuckets:
 
     def owns(self, param: nn.Parameter) -> bool:
         """True if a parameter is in a bucket of this model."""
-        return any(id(part) in self._places.of for part in (param, *parts_of(param)))
+        return any(id(part) in self._places for part in (param, *parts_of(param)))
 
     def disown(self) -> None:
         """Drop all buckets, after the parameters have left them."""
-        self._places.note(())
-        forget(self)
-        self.data_parallel.end()
+        self._places.clear()
+        self.ddp.end()
 
     def let_go(self) -> None:
         """Release parameters that were removed from the model since its last call."""
         with self.alone, unguarded():
-            params = {id(param) for param in self.model.parameters()}
-            for bucket in self.machine.buckets.values():
-                bucket.pending.let_go(params)
-                bucket.pending.settle()
-            self._check_model()
-            self._anew()
-
-    def _check_model(self) -> None:
-        ranks = self.machine.ranks
-        check_model(self.model, sharded=ranks is not None)
-        if ranks is not None:
-            sharding.check_divided(self.model, ranks)
+            self._adopt(fits=False)
 
     def _anew(self) -> None:
         """Take over again; each old bucket is freed while the next one is filled."""
@@ -334,15 +331,9 @@ class ModelBuckets:
         self._take_over(now.resident, stored=now.weights_on_disk)
 
     def refresh(self, fits: bool, modules: Sequence[nn.Module]) -> None:
-        """Bring the buckets up to date at the beginning of a call.
-
-        Args:
-            modules: all of the model's.
-            fits: the modules have the same parameters as at the last call.
-
-        Raises:
-            ModelError: the model cannot be streamed as it is now.
-        """
+        """Bring the buckets up to date at the beginning of a call. `fits`: the modules have the
+        same parameters as at the last call. Raises ModelError if the model cannot be streamed as it
+        is now."""
         if not fits or any([bucket.is_replaced() for bucket in self.machine.buckets.values()]):
             self._adopt(fits)
         if self.machine.gradients.outdated():
@@ -363,17 +354,25 @@ class ModelBuckets:
         it."""
         ddp = compat.ddp_around()
         if ddp is not None:
-            self.plans.say_stays(self.data_parallel.around(ddp))
+            self.plans.say_stays(self.ddp.around(ddp))
         if self.machine.in_backward is not None and self.machine.micro_steps.more:
             self.plans.say_accumulates()
-        if self._finds_gradients():
-            self.plans.find_gradients()
+        if (  # for the first time, a forward with a backward finds gradients on the device
+            torch.is_grad_enabled()
+            and self._keeps_gradients
+            and not self.plans.placement.accumulates
+            and not self.machine.pending
+            and self.machine.gradients.on_device()
+        ):
+            self.plans.say_accumulates()
+            if self.plans.compiler.find_gradients():
+                self.plans.expire()
         self._note_fetches()
         self.move_if_wanted()
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
         """Return a schedule that only updates these buckets, at their current placement."""
-        return self.plans.rest(buckets)
+        return self.plans.compiler.rest(buckets, self.plans.placement)
 
     def _note_fetches(self) -> None:
         """Tells plans which buckets eager code has read since the last call."""
@@ -382,23 +381,14 @@ class ModelBuckets:
             return
         self._noted |= new
         read = [b for b in self.machine.buckets.values() if not new.isdisjoint(map(id, b.params))]
-        if self.data_parallel.holds([param for bucket in read for param in bucket.params]):
+        if self.ddp.holds([param for bucket in read for param in bucket.params]):
             return  # these cannot move
         trained = {
             bucket.layout.key: [i for i, p in enumerate(bucket.params) if p.requires_grad]
             for bucket in read
         }
-        self.plans.note_fetches([bucket.whole for bucket in read], trained)
-
-    def _finds_gradients(self) -> bool:
-        """True if, for the first time, a forward with a backward finds gradients on the device."""
-        return (
-            torch.is_grad_enabled()
-            and self._keeps_gradients
-            and not self.plans.placement.accumulates
-            and not self.machine.pending
-            and self.machine.gradients.on_device()
-        )
+        layouts = [bucket.whole for bucket in read]
+        self.plans.compiler.note_fetches(layouts, trained, self.plans.placement)
 
     def _adopt(self, fits: bool) -> None:
         """Take over new parameters and parameters whose memory was replaced."""
@@ -407,15 +397,16 @@ class ModelBuckets:
         for bucket in buckets:
             bucket.pending.let_go(params)
             bucket.pending.settle()
-        self._check_model()
+        ranks = self.machine.ranks
+        check_model(self.model, sharded=ranks is not None)
+        if ranks is not None:
+            sharding.check_divided(self.model, ranks)
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
         moved = [p for p in whole if compat.local(p).data_ptr() not in ours]
         known = {id(param) for bucket in buckets for param in bucket.params}
         self._aliases.of_parts(self.model, [param for param in moved if id(param) in known])
         self._aliases(self.model, [param for param in moved if id(param) not in known])
-        if not fits:
-            refuse_shared(self.model)
         fits = fits and not self.machine.exchanged()
         if fits:
             self._leave_to_others()
@@ -442,8 +433,13 @@ class ModelBuckets:
             self.moved()
 
 
-def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+def show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
     """Set `p.grad` if an interrupt came before its bucket had moved."""
     for param, gradient in gradients:
         if param.grad is None and gradient is not None:
             param.grad = gradient.to(param.device)
+
+
+def _place(places: dict[int, tuple[Bucket, int]], proxy: StreamedParameter) -> tuple[Bucket, int]:
+    """The bucket of the parameter that a proxy stands for, and its index there."""
+    return places[id(proxy.param)]

@@ -1,21 +1,21 @@
-"""Functions that Dynamo captures in a call's thread instead of torch's.
+"""Functions and hooks that Dynamo captures in a call's thread instead of others.
 
-Functions that read a size as an int are captured once even if sizes change from call to call:
+    F.affine_grid(theta, x.shape)   captured again for each shape: ours takes symbols
+    F.dropout(x, rate)              captured again for each rate: ours takes a symbol
+    bitsandbytes.matmul_4bit(...)   an `autograd.Function`, whose forward and backward are captured
+                                    at each use: half of the capture time of a layer with adapters
+    output.requires_grad_(True)     a hook that is not captured: the graph breaks at each caller
 
-    before: torch.nn.functional.affine_grid(theta, x.shape)    captured again for each shape
-    after:  megacompile.affine_grid(theta, (2, 3, h, w), False)
+Ours replace torch's where Dynamo has made a size or a rate a symbol, which it does after two
+different values, and have torch's numbers: dropout draws the same ones and rounds the same way. Our
+product runs bitsandbytes' function itself, so tracing a stage sees its operations, once for each
+template.
 
-torch's operators take ints, or are decomposed with ints. Ours replace them if Dynamo has made a
-size a symbol, and call torch's operators at run time.
-
-Dropout with a rate that changes from call to call is captured once:
-
-    before: torch.nn.functional.dropout(x, 0.1)       captured again for each rate
-    after:  megacompile.draw_dropout(x, rate)[0]      the rate is an input of the graph
-
-torch's operator needs the rate as a Python number, so Dynamo would specialize on its value. Ours
-replaces it if Dynamo has made the rate a symbol, which it does after two different rates. It draws
-the same numbers as torch's and rounds the same way.
+transformers and PEFT register the hook on the embedding of a model with frozen weights, for
+reentrant checkpoints. An addition of -0.0 replaces it, which changes no bit and whose sum requires
+grad too. transformers adds another one each time checkpoints are enabled again, as TRL does in
+every step, and never removes it. Consecutive hooks have the effect of one, so a call keeps one:
+Dynamo would recapture the model whenever their number changes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacompile import compat
-from megacompile.runtime.model import four_bit
 from megacompile.runtime.params.undo import Undos, replace
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _HERE = threading.local()  # `on`: True while this thread calls a model
 
 
-def swap_in(undos: Undos) -> None:
-    """Make Dynamo capture our operators, where a number or a size is a symbol and in bitsandbytes,
-    until the undos run."""
-    if four_bit.PACKAGE in sys.modules:
-        four_bit.swap_in(undos)
+def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) -> None:
+    """Make Dynamo capture our functions and hooks until the undos run."""
+    if _BITSANDBYTES in sys.modules:
+        _replace_product(undos)
+    _replace_hooks(modules, device, undos)
     _tell_dynamo()
     if not _is_on():
         replace([vars(_HERE)], ["on"], [None], [True], undos)
@@ -69,8 +69,7 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None =
 
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Tensor:
     """The function that Dynamo captures for `torch.linspace`."""
-    make = torch.ops.megacompile.linspace
-    result: Tensor = make(start, end, steps, dtype=dtype, device=device)
+    result: Tensor = torch.ops.megacompile.linspace(start, end, steps, dtype=dtype, device=device)
     return result
 
 
@@ -88,15 +87,6 @@ def max_pool1d(
         input, kernel_size, stride or [], padding, dilation, ceil_mode
     )
     return found if return_indices else found[0]
-
-
-def _grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
-    return torch.affine_grid_generator(theta, size, align_corners)
-
-
-def _grid_backward(gradient: Tensor, size: Sequence[int], align_corners: bool) -> Tensor:
-    found: Tensor = torch.ops.aten.affine_grid_generator_backward(gradient, size, align_corners)
-    return found
 
 
 def _shape(theta: Tensor, size: Sequence[Any], align_corners: bool) -> Tensor:
@@ -121,30 +111,6 @@ def _backward_grid(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return backward(gradient, context.size, context.align_corners), None, None
 
 
-def _define_sized() -> None:
-    grid, back = "affine_grid", "affine_grid_backward"
-    for name, first, run, shape in (
-        (grid, "theta", _grid, _shape),
-        (back, "gradient", _grid_backward, _shape_backward),
-    ):
-        _LIBRARY.define(f"{name}(Tensor {first}, SymInt[] size, bool align_corners) -> Tensor")
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"megacompile::{name}", shape, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"megacompile::{grid}", _backward_grid, setup_context=_setup_grid, lib=_LIBRARY
-    )
-    _LIBRARY.define(
-        "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
-        "Device? device=None) -> Tensor"
-    )
-    _LIBRARY.impl("linspace", torch.linspace, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        "megacompile::linspace",
-        lambda start, end, steps, **named: torch.empty(steps, **named),
-        lib=_LIBRARY,
-    )
-
-
 # Dropout.
 
 
@@ -160,7 +126,7 @@ def _draw(x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {rate}")
     if x.is_cuda and 0 < rate < 1 and x.numel():
         return torch.native_dropout(x, rate, True)
-    drawn = torch.empty_like(x, dtype=torch.bool if x.is_cuda else x.dtype)
+    drawn = _empty_drawn(x)
     if rate == 0 or not x.numel():  # draws nothing
         return x.clone(), drawn.fill_(1)
     if rate == 1:
@@ -177,8 +143,8 @@ def _draw_backward(gradient: Tensor, drawn: Tensor, rate: float) -> Tensor:
     return found
 
 
-def _drawn_like(x: Tensor, rate: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool if x.is_cuda else x.dtype)
+def _empty_drawn(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool if x.is_cuda else x.dtype)
 
 
 def _setup_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -191,29 +157,176 @@ def _backward_dropout(context: Any, gradient: Tensor, of_drawn: Any) -> tuple[Te
     return torch.ops.megacompile.draw_dropout_backward(gradient, drawn, context.rate), None
 
 
-def _define_dropout() -> None:
-    draw, back = "draw_dropout", "draw_dropout_backward"
-    seeded = (torch.Tag.nondeterministic_seeded,)
-    _LIBRARY.define(f"{draw}(Tensor x, Scalar rate) -> (Tensor, Tensor)", tags=seeded)
-    _LIBRARY.impl(draw, _draw, "CompositeExplicitAutograd")
-    _LIBRARY.define(f"{back}(Tensor gradient, Tensor drawn, Scalar rate) -> Tensor")
-    _LIBRARY.impl(back, _draw_backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megacompile::{draw}", _drawn_like, lib=_LIBRARY)
-    torch.library.register_fake(
-        f"megacompile::{back}",
-        lambda gradient, drawn, rate: torch.empty_like(gradient),
-        lib=_LIBRARY,
-    )
-    torch.library.register_autograd(
-        f"megacompile::{draw}", _backward_dropout, setup_context=_setup_dropout, lib=_LIBRARY
-    )
-
-
 _SIZED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.affine_grid: affine_grid,
     torch.linspace: linspace,
     torch.nn.functional.max_pool1d: max_pool1d,
 }
 
-_define_sized()
-_define_dropout()
+
+def _define(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> None:
+    """Define an operator, with its kernel and its shapes."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megacompile::{name}", fake, lib=_LIBRARY)
+
+
+_define(
+    "affine_grid(Tensor theta, SymInt[] size, bool align_corners) -> Tensor",
+    torch.affine_grid_generator,
+    _shape,
+)
+_define(
+    "affine_grid_backward(Tensor gradient, SymInt[] size, bool align_corners) -> Tensor",
+    lambda *args: torch.ops.aten.affine_grid_generator_backward(*args),
+    _shape_backward,
+)
+_define(
+    "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
+    "Device? device=None) -> Tensor",
+    torch.linspace,
+    lambda start, end, steps, **named: torch.empty(steps, **named),
+)
+_define(
+    "draw_dropout(Tensor x, Scalar rate) -> (Tensor, Tensor)",
+    _draw,
+    lambda x, rate: (torch.empty_like(x), _empty_drawn(x)),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_define(
+    "draw_dropout_backward(Tensor gradient, Tensor drawn, Scalar rate) -> Tensor",
+    _draw_backward,
+    lambda gradient, drawn, rate: torch.empty_like(gradient),
+)
+for _name, _backward, _setup in (
+    ("affine_grid", _backward_grid, _setup_grid),
+    ("draw_dropout", _backward_dropout, _setup_dropout),
+):
+    torch.library.register_autograd(
+        f"megacompile::{_name}", _backward, setup_context=_setup, lib=_LIBRARY
+    )
+
+
+# Products with 4-bit weights.
+
+_BITSANDBYTES = "bitsandbytes"
+_PRODUCT = "matmul_4bit"  # the function's name in the package's namespace too
+_OF_STATE = ("shape", "dtype", "quant_type", "blocksize", "absmax", "code", "offset")
+_OF_NESTED = ("blocksize", "dtype", "absmax", "code")
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? bias, int[] shape, ScalarType dtype, str quant_type, "
+    "int blocksize, Tensor absmax, Tensor code, Tensor? offset, "
+    "int? nested_blocksize, ScalarType? nested_dtype, Tensor? nested_absmax, Tensor? nested_code)"
+    " -> Tensor"
+)
+
+
+def _replace_product(undos: Undos) -> None:
+    package = sys.modules.get(_BITSANDBYTES)
+    theirs = getattr(package, _PRODUCT, None)
+    state = getattr(getattr(package, "functional", None), "QuantState", None)
+    if theirs is None or state is None or theirs in _OURS:
+        return
+    ours = _made(theirs, state)
+    replace([vars(package)], [_PRODUCT], [theirs], [ours], undos)
+
+
+_OURS: set[Callable[..., Any]] = set()
+
+
+@functools.cache
+def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
+    """The replacement for `theirs`; it runs `theirs`."""
+    operator = _defined(theirs, state_class)
+
+    def matmul_4bit(
+        A: Tensor,  # the parameter names of `theirs`
+        B: Tensor,
+        quant_state: Any,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        by_cpu = getattr(quant_state, "packing_format_for_cpu", False)  # another packing
+        if not torch.compiler.is_compiling() or out is not None or quant_state is None or by_cpu:
+            return theirs(A, B, quant_state, out=out, bias=bias)
+        nested = quant_state.state2
+        values = [getattr(quant_state, name) for name in _OF_STATE]
+        values += [None if nested is None else getattr(nested, name) for name in _OF_NESTED]
+        result: Tensor = operator(A, B, bias, *values)
+        return result
+
+    _OURS.add(matmul_4bit)
+    return matmul_4bit
+
+
+def _defined(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
+    """Define the operator. It has no kernel: tracing decomposes it."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *values: Any) -> Tensor:
+        of_state = dict(zip(_OF_STATE, values, strict=False))
+        of_nested = dict(zip(_OF_NESTED, values[len(_OF_STATE) :], strict=True))
+        nested = None if of_nested["absmax"] is None else state_class(**of_nested)
+        of_state["shape"] = torch.Size(of_state["shape"])
+        return theirs(x, weight, state_class(**of_state, state2=nested), bias=bias)
+
+    name = _PRODUCT + (f"_{len(_OURS)}" if _OURS else "")  # bitsandbytes, imported again
+    _LIBRARY.define(name + _SCHEMA)
+    _LIBRARY.impl(name, run, "CompositeImplicitAutograd")
+    packet = getattr(torch.ops.megacompile, name)
+    result: Callable[..., Tensor] = packet.default
+    return result
+
+
+# Hooks that make inputs require grad.
+
+_NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transformers, PEFT
+
+
+def _replace_hooks(modules: Iterable[nn.Module], device: torch.device, undos: Undos) -> None:
+    found = [
+        (hooks, key)
+        for hooks in compat.holders_of_forward_hooks(modules)
+        for key, hook in hooks.items()
+        if _is_ours(hook)
+    ]
+    if not found:
+        return
+    if len(found) > 1:
+        for hooks in {id(hooks): hooks for hooks, _ in found}.values():
+            _leave_out(hooks, undos)
+        found = [(hooks, key) for hooks, key in found if key in hooks]
+    holders, keys = map(list, zip(*found, strict=True))
+    theirs = [hooks[key] for hooks, key in found]
+    replace(holders, keys, theirs, [_require_grad(device)] * len(found), undos)
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") in _NAMES
+
+
+@functools.cache
+def _require_grad(device: torch.device) -> Callable[..., torch.Tensor]:
+    with torch.inference_mode(False):
+        zero = torch.full((), -0.0, device=device, requires_grad=True)
+    return lambda module, args, output: output + zero
+
+
+def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
+    """Remove repeated consecutive hooks of a module, until the undos run."""
+    keys = list(hooks)
+    pairs = zip(keys, keys[1:], strict=False)
+    again = {b: hooks[b] for a, b in pairs if _is_ours(hooks[a]) and _is_ours(hooks[b])}
+    if again:
+        undos.append(functools.partial(_put_back, hooks, keys, again))
+        deque(map(hooks.pop, again), maxlen=0)
+
+
+def _put_back(hooks: dict[int, Any], order: list[int], again: dict[int, Any]) -> None:
+    """Restore the removed hooks and the original order."""
+    hooks.update(again)
+    later = [key for key in hooks if key not in order]
+    for key in [*(key for key in order if key in hooks), *later]:
+        hooks[key] = hooks.pop(key)

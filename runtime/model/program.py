@@ -1,9 +1,12 @@
-"""The schedules of one captured graph for one kind of call: a program."""
+"""The schedules of one captured graph for one kind of call: a program; and a model's plans, which
+assume a placement of its buckets.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +15,9 @@ from typing import Any
 
 import torch
 
-from megacompile import compat, log, progress
+from megacompile import compat, log, notices, progress
 from megacompile.beside import compile_pool
+from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import (
@@ -31,9 +35,74 @@ from megacompile.ir.signature import computed_outputs, expected_tangents
 from megacompile.ir.signature import inputs as inputs_of
 from megacompile.ir.symbols import Number, Symbols
 from megacompile.ir.values import bytes_of
-from megacompile.runtime.model.plans import Plans
+from megacompile.plan.compiler import PassCompiler
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
+
+
+class MovesFirst(BaseException):
+    """Buckets move before a captured graph runs for the first time, and the call begins again. If
+    they cannot move, `lacking` is raised; it is None if no part of the call has run: then they can.
+
+    A BaseException, so that user code in between that catches `Exception` does not see it.
+    """
+
+    def __init__(self, lacking: DeviceMemoryError | None = None) -> None:
+        super().__init__()
+        self.lacking = lacking
+
+
+class Plans:
+    """The plans of a model for one layout of its buckets, at their current placement."""
+
+    def __init__(self, compiler: PassCompiler, placement: Placement) -> None:
+        self.compiler = compiler
+        self.placement = placement
+        self.version = 0  # plans of older versions are planned again at their next use
+
+    @property
+    def wanted(self) -> Placement:
+        """The placement of the buckets and their states from the next call on."""
+        return self.compiler.wants(self.placement)
+
+    def expire(self) -> None:
+        """Make every captured graph plan again at its next call."""
+        self.version += 1
+
+    def say_stays(self, why: str) -> None:
+        """Record why buckets cannot move; plans report it from now on."""
+        self.placement = replace(self.placement, stays=why)
+
+    def say_accumulates(self) -> None:
+        """Count the gradients of micro-batches in plans from now on."""
+        self.placement = replace(self.placement, accumulates=True)
+
+    def step_down(self, machine: Machine, ran_out: str, where: str) -> None:
+        """Plan with less memory, free the old plan's slots and all CUDA graphs, and warn. Raises
+        DeviceMemoryError if nothing is left to free."""
+        machine.slots.forget()
+        machine.forget_graphs()
+        gc.collect()
+        torch.cuda.empty_cache()
+        how = self.compiler.step_down()
+        if not how:
+            needs = self.compiler.needs()
+            raise DeviceMemoryError(
+                f"megacompile(): device memory ran out in {where}, with every stage recomputed and "
+                f"nothing resident ({ran_out})\n{needs}{'' if not needs else chr(10)}"
+                'use smaller batches or sequences, or activations="offload"'
+            )
+        notices.warn(
+            f"megacompile: device memory ran out in {where}, which is repeated with a smaller "
+            f"plan: {how} ({ran_out})",
+            notices.Whose.RANK,
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
 
 VARIANTS = 256  # schedules per program; the oldest are dropped
 
@@ -68,11 +137,7 @@ class Program:
     """The schedules of one capture, built at first use."""
 
     def __init__(
-        self,
-        capture: Capture,
-        plans: Plans,
-        machine: Machine,
-        stages: Schedule | None = None,
+        self, capture: Capture, plans: Plans, machine: Machine, stages: Schedule | None = None
     ) -> None:
         self.capture = capture
         self.plans = plans
@@ -97,6 +162,18 @@ class Program:
         # inputs whose changes autograd records, and the outputs that are their new values
         first = len(self.outputs) - len(stages.recorded)
         self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]
+        # the inputs of the schedule, with packed parameters unpacked; bases come last
+        given: list[GraphInput] = []
+        for item in capture.inputs:
+            given += item.parts if isinstance(item, PackedInput) else (item,)
+        params = [item for item in given if isinstance(item, ParamInput)]
+        trained = ((p.bucket.key, p.param) for p in params if p.requires_grad)
+        self.places: tuple[ParamId, ...] = tuple(dict.fromkeys(trained))  # of trained parameters
+        # positions of parameters, of other tensors, and of symbols
+        self.streamed = [k for k, item in enumerate(given) if isinstance(item, ParamInput)]
+        self.tensors = [k for k, item in enumerate(given) if isinstance(item, TensorInput)]
+        self.tensors += range(len(given), len(given) + len(capture.overlaps))
+        self._numbers = [k for k, item in enumerate(given) if isinstance(item, NumberInput)]
         self.executors: dict[Variant, Executor] = {}
         self._planned: dict[Variant, Schedule] = {}  # without code yet
         self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # -> symbols' positions
@@ -104,15 +181,15 @@ class Program:
             self._note(stages.symbols)
         self.tangents = expected_tangents(self.stages)
         self.ran_backward = False
-        self.said_hooked = False  # the output has a hook
-        self.views: list[tuple[weakref.ref[torch.Tensor], str]] = []  # of parameters: see `hand`
+        # outputs of the last call that should be views of parameters, and their names
+        self.views: list[tuple[weakref.ref[torch.Tensor], str]] = []
 
     def anew(self, stages: Schedule | None = None) -> Program:
         """The same program and code without schedules; `stages` are for other sizes."""
         stages = replace(self.stages) if stages is None else stages
         made = Program(self.capture, self.plans, self.machine, stages)
         made.tangents = self.tangents
-        made.ran_backward, made.said_hooked = self.ran_backward, self.said_hooked
+        made.ran_backward = self.ran_backward
         return made
 
     def replan(self) -> None:
@@ -121,61 +198,31 @@ class Program:
         self.executors.clear()
         self._planned.clear()
 
-    @functools.cached_property
-    def streamed(self) -> list[int]:
-        """The positions of the parameters among the inputs, with packed parameters unpacked."""
-        return [k for k, item in enumerate(self._given) if isinstance(item, ParamInput)]
-
-    @functools.cached_property
-    def places(self) -> tuple[ParamId, ...]:
-        """The trained parameters, each once."""
-        params = [item for item in self._given if isinstance(item, ParamInput)]
-        return tuple(dict.fromkeys((p.bucket.key, p.param) for p in params if p.requires_grad))
-
-    @functools.cached_property
-    def _given(self) -> list[GraphInput]:
-        """The inputs, with packed parameters unpacked."""
-        return [part for item in self.capture.inputs for part in _parts(item)]
-
-    def other_tensors(self, args: Sequence[Any]) -> list[int]:
-        """The positions of a call's tensor inputs that are not parameters."""
-        return [*self._tensors, *range(len(self._given), len(args))]  # bases come last
-
-    @functools.cached_property
-    def _tensors(self) -> list[int]:
-        return [k for k, item in enumerate(self._given) if isinstance(item, TensorInput)]
-
-    def hand(self, outputs: Sequence[Any]) -> None:
-        """Record outputs of the last call that should be views of parameters."""
-        views = self.stages.views
-        if views:
-            self.views = [(weakref.ref(outputs[k]), name) for k, name in views]
-
     def variant(self, **changes: Any) -> Variant:
-        """The variant for the currently expected gradients.
-
-        If backwards update, a backward without an update is rare (`accumulate()`,
-        `torch.autograd.grad`).
-        """
+        """The variant for the currently expected gradients. If backwards update, a backward without
+        an update is rare (`accumulate()`, `torch.autograd.grad`)."""
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
     def choose(self, variant: Variant, *, again: bool = False) -> Placement:
-        """Choose the plan of a variant; returns the wanted placement.
-
-        Args:
-            again: buckets may leave the device, even if a plan for smaller inputs put them there.
-        """
+        """Choose the plan of a variant; returns the wanted placement. With `again`, buckets may
+        leave the device, even if a plan for smaller inputs put them there."""
         progress.now("planning the step")
         with _stages_own_ambient():
-            return self.plans.choose(self.stages, self.capture, variant, again=again)
+            plans = self.plans
+            return plans.compiler.choose(
+                self.stages, self.capture, variant, plans.placement, again=again
+            )
 
     def plan(self, variant: Variant) -> Schedule:
         """Plan the schedule of a variant, to which `executor` then adds code."""
         progress.now("planning the step")
         with _stages_own_ambient():
-            self._planned[variant] = self.plans.plan(self.stages, self.capture, variant)
-        return self._planned[variant]
+            made = self.plans.compiler.plan(
+                self.stages, self.capture, variant, self.plans.placement
+            )
+        self._planned[variant] = made
+        return made
 
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""
@@ -190,21 +237,18 @@ class Program:
             if not self.machine.steps:
                 progress.now("running the first step")
             self.executors[variant] = Executor(schedule, self.machine)
-            self._note_code(schedule)
+            for template in schedule.templates:
+                if template.symbols is not None:
+                    template.symbols.fakes.note_fixed(lambda: "its compiled code")
+                    self._note(template.symbols)
         return self.executors[variant]
 
     # --- symbolic sizes
 
     def _note(self, symbols: Symbols) -> None:
+        """Record the relations under which code is valid."""
         every = list(self.capture.planned)
         self._fakes[symbols.fakes] = tuple(every.index(symbol) for symbol in symbols.planned)
-
-    def _note_code(self, schedule: Schedule) -> None:
-        """Record the relations under which a schedule's code is valid."""
-        for template in schedule.templates:
-            if template.symbols is not None:
-                template.symbols.fakes.note_fixed(lambda: "its compiled code")
-                self._note(template.symbols)
 
     def serves(self, values: Sequence[int | float]) -> bool:
         """True if a call with these values would run code that is valid for them."""
@@ -252,15 +296,6 @@ class Program:
         given = dict(zip(self.capture.planned, self.values(args), strict=True))
         return compat.evaluated(value.expression, given)
 
-    @functools.cached_property
-    def _numbers(self) -> list[int]:
-        """The positions of the symbols among the inputs."""
-        return [k for k, item in enumerate(self._given) if isinstance(item, NumberInput)]
-
     def values(self, args: Sequence[Any]) -> list[int | float]:
         """The symbols' values in a call."""
         return [args[k] for k in self._numbers]
-
-
-def _parts(item: GraphInput) -> tuple[GraphInput, ...]:
-    return item.parts if isinstance(item, PackedInput) else (item,)

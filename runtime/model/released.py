@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -17,6 +17,7 @@ from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
 from megacompile.host_memory import free_bytes
 from megacompile.runtime.model.model_buckets import ModelBuckets
+from megacompile.runtime.model.program import first_line
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import move_loaded, move_states, state_bytes
@@ -27,30 +28,18 @@ from megacompile.text import format_bytes
 
 
 class Released:
-    """Frees a model's device memory and takes it back.
-
-    Args:
-        buckets: the model's buckets.
-        updates: the model's optimizer steps.
-    """
+    """Frees a model's device memory and takes it back."""
 
     def __init__(self, buckets: ModelBuckets, updates: Updates) -> None:
         self.buckets = buckets
         self.updates = updates
         self.depth = 0  # number of active `with` blocks
         self.away: set[int] = set()  # keys of resident buckets that are not on the device
-
-    @property
-    def _name(self) -> str:
-        return type(self.buckets.model).__name__
+        self._name = type(buckets.model).__name__
 
     def check(self) -> None:
-        """Ensure, at a call or a step, that the memory is back.
-
-        Raises:
-            ModelError: the memory is released.
-            DeviceMemoryError: there is not enough free memory to take it back.
-        """
+        """Ensure, at a call or a step, that the memory is back. Raises a ModelError if it is
+        released, and a DeviceMemoryError if there is not enough of it to take it back."""
         if self.depth:
             raise ModelError(
                 f"{self._name}: used inside of `with megacompile.released(model):`, where it has "
@@ -61,19 +50,17 @@ class Released:
             self._take()
 
     def give(self) -> None:
-        """Free the memory.
-
-        Raises:
-            ModelError: a forward waits for its backward.
-            HostMemoryError: the resident buckets do not fit on the host.
-        """
+        """Free the memory. Raises a ModelError if a forward waits for its backward, and a
+        HostMemoryError if the resident buckets do not fit on the host."""
         with self.buckets.alone:
             if not self.depth:
+                buckets = self.buckets.machine.buckets
+                residents = {k: b for k, b in buckets.items() if b.resident is not None}
                 self._check_pending()
-                self._check_host()
+                self._check_host(residents.values())
                 self.depth = 1
                 try:
-                    self._give()
+                    self._give(residents)
                 except BaseException:
                     self.depth = 0  # the next call takes it back
                     raise
@@ -81,11 +68,8 @@ class Released:
                 self.depth += 1
 
     def end(self, *, failed: bool) -> None:
-        """Take the memory back at the end of a block.
-
-        Args:
-            failed: an exception propagates. If memory is short then, the next call takes it back.
-        """
+        """Take the memory back at the end of a block. If an exception propagates (`failed`) and
+        memory is short, the next call takes it back."""
         with self.buckets.alone:
             self.depth -= 1
             if self.depth:
@@ -108,13 +92,11 @@ class Released:
                 "under torch.no_grad()"
             )
 
-    def _check_host(self) -> None:
-        residents = [b for b in self.buckets.machine.buckets.values() if b.resident is not None]
-        gradients = [
-            compat.local(p.grad) for b in residents for p in b.params if p.grad is not None
-        ]
-        values = [value for b in residents for value in (*b.values, *gradients)]
-        needed = sum(v.nbytes for v in values) + sum(map(state_bytes, residents))
+    def _check_host(self, residents: Collection[HostBucket]) -> None:
+        gradients = (p.grad for bucket in residents for p in bucket.params)
+        values = [value for bucket in residents for value in bucket.values]
+        values += [compat.local(gradient) for gradient in gradients if gradient is not None]
+        needed = sum(value.nbytes for value in values) + sum(map(state_bytes, residents))
         available = free_bytes()
         if needed > available:
             raise HostMemoryError(
@@ -123,38 +105,17 @@ class Released:
                 "memory, or lower resident="
             )
 
-    def _give(self) -> None:
-        machine = self.buckets.machine
-        self._settle()
-        machine.give_back()
-        self._note_residents()
-        self._move(sorted(self.away), resident=False)
-        gc.collect()
-        compat.release_device_cache(machine.device)
-
-    # Free all of these: one remaining tensor would keep its segment in the cache.
-
-    def _settle(self) -> None:
-        for bucket in self.buckets.machine.buckets.values():
+    def _give(self, residents: Mapping[int, HostBucket]) -> None:
+        """Free all of the memory: one remaining tensor would keep its segment in the cache."""
+        machine, ddp = self.buckets.machine, self.buckets.ddp
+        for bucket in machine.buckets.values():
             bucket.pending.settle()
-
-    def _note_residents(self) -> None:
-        buckets = self.buckets.machine.buckets
-        residents = {k: b for k, b in buckets.items() if b.resident is not None}
-        why = self._stays(residents.values())
-        if why:
-            self._say(why, sum(b.layout.size_bytes for b in residents.values()))
-        else:
+        machine.give_back()
+        why = ddp.holds([p for bucket in residents.values() for p in bucket.params])
+        if not why:
             self.away |= residents.keys()
-
-    def _stays(self, residents: Iterable[HostBucket]) -> str:
-        """The reason why buckets must stay on the device; "" if they may move."""
-        if self.buckets.data_parallel.around_last:
-            return "a DistributedDataParallel is around the model"
-        return self.buckets.data_parallel.holds([p for b in residents for p in b.params])
-
-    def _say(self, why: str, size_bytes: int) -> None:
-        if size_bytes:
+        elif residents:
+            size_bytes = sum(bucket.layout.size_bytes for bucket in residents.values())
             notices.warn_once(
                 "buckets that stay",
                 f"megacompile: released() leaves {format_bytes(size_bytes)} of {self._name} on the "
@@ -162,19 +123,18 @@ class Released:
                 "its hooks; megacompile(model, resident=0) keeps none there (shown once)",
                 of=self,
             )
+        self._move(sorted(self.away), resident=False)
+        gc.collect()
+        compat.release_device_cache(machine.device)
 
     def _take(self) -> None:
-        """Move the buckets back.
-
-        Raises:
-            DeviceMemoryError: memory is short; buckets that are back stay, and the rest may follow
-                later.
-        """
+        """Move the buckets back. Raises DeviceMemoryError if memory is short; the rest may follow
+        later."""
         ran_out = ""
         try:
             self._move(sorted(self.away), resident=True)
         except torch.OutOfMemoryError as error:
-            ran_out = str(error).partition("\n")[0]  # not the error: its frames hold memory
+            ran_out = first_line(error)  # not the error: its frames hold memory
         if ran_out:
             missing = [self.buckets.machine.buckets[key] for key in self.away]
             size = sum(b.layout.size_bytes + state_bytes(b) for b in missing)

@@ -8,15 +8,14 @@ have left. Ranks that share the model do this together, and an interrupt in one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
-from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import DeviceMemoryError, ModelError
 from megacompile.runtime.model.methods import restore_methods
+from megacompile.runtime.model.model_buckets import show_again
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
 from megacompile.runtime.model.start import buffers_to
 from megacompile.runtime.model.streamed import StreamedModel
@@ -30,13 +29,9 @@ from megacompile.text import format_bytes
 
 
 def restore(streamed: StreamedModel, device: torch.device) -> None:
-    """Make a megacompiled model a plain one, with everything on `device`.
-
-    Raises:
-        ModelError: the model is in use, or its parameters must not move.
-        DeviceMemoryError: the model does not fit there; nothing has changed.
-        OptimizerError: a background update has failed.
-    """
+    """Make a megacompiled model a plain one, with everything on `device`. Raises a ModelError if it
+    is in use, or its parameters must not move; a DeviceMemoryError if it does not fit there
+    (nothing has changed); an OptimizerError if a background update has failed."""
     model, buckets, machine = streamed.model, streamed.buckets, streamed.machine
     name = type(model).__name__
     streamed.refuse_in_use("unmegacompile()")
@@ -62,7 +57,12 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         machine.gradients.bind({})
         for key in list(machine.buckets):
             if gathering is None:
-                _empty(machine.buckets[key], device, optimizers)
+                bucket = machine.buckets[key]
+                for i in range(len(bucket.params)):
+                    undone(functools.partial(_free, bucket, i, device))
+                for optimizer in optimizers:
+                    free_states(optimizer, bucket.params)
+                del bucket
             else:
                 gathering.take(machine.buckets[key].params, _taken)
             del machine.buckets[key]
@@ -96,10 +96,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
     if ranks is not None:
         refuse_ungathered(streamed.model, ranks, sum(map(_bytes, buckets)), device)
     moving = [p for p in streamed.model.parameters() if p.device != device]
-    why = streamed.buckets.data_parallel.holds(moving) if moving else ""
-    if moving and streamed.buckets.data_parallel.around_last:
-        why = "a DistributedDataParallel is around the model"
-    if why:
+    if why := streamed.buckets.ddp.holds(moving) if moving else "":
         raise ModelError(
             f"unmegacompile(): {name} has parameters on {moving[0].device}, which cannot move to "
             f"{device}, because {why}, and a move would lose its hooks; pass their device "
@@ -124,31 +121,18 @@ def _bytes(bucket: HostBucket) -> int:
     return sum(t.nbytes for t in (*bucket.values, *gradients)) + state_bytes(bucket)
 
 
-def _empty(bucket: HostBucket, device: torch.device, optimizers: Iterable[Optimizer]) -> None:
-    """Move each parameter, its gradient and its states to their own memory."""
-    for i in range(len(bucket.params)):
-        undone(functools.partial(_free, bucket, i, device))
-    for optimizer in optimizers:
-        free_states(optimizer, bucket.params)
-
-
 def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) -> None:
     """Move a parameter and its gradient to their own memory."""
     param = bucket.params[index]
     taken = _taken(param)
     gradient = None if taken is None else taken.to(device, param.dtype, copy=True)
     release(param)
-    undos.append(functools.partial(_show, param, gradient))
+    undos.append(functools.partial(show_again, [(param, gradient)]))
     if param.data_ptr() == bucket.homes[index] or param.device != device:
         param.data = param.detach().to(device, copy=True)
     param.grad = None
     if param.requires_grad:
         param.grad_dtype = param.dtype  # this hint is for megacompile()
-
-
-def _show(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-    if param.grad is None and gradient is not None:
-        param.grad = gradient.to(param.device)
 
 
 def _taken(param: torch.nn.Parameter) -> torch.Tensor | None:

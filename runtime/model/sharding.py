@@ -35,27 +35,25 @@ Sites = list[tuple[dict[str, Any], str]]  # the modules' attributes that hold a 
 
 
 def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, nn.Parameter]:
-    """Shard a model's parameters by rows.
+    """Shard a model's parameters by rows; returns the new parameters, by the id of the old ones.
+    Each rank has the whole model, with the same shapes. `filled`: parameters on meta get their
+    values later, from a checkpoint; until then their memory is uninitialized.
 
-    Args:
-        model: changed in place. Each rank has the whole model, with the same shapes.
-        ranks: the ranks that share it.
-        filled: parameters on meta get their values later, from a checkpoint. Until then their
-            memory is uninitialized.
-
-    Returns:
-        The new parameters, by the id of the old ones.
-
-    Raises:
-        ModelError: a parameter cannot be shared, or another rank has a different model.
-        OptionError: an optimizer has states that cannot be sharded.
+    Raises a ModelError if a parameter cannot be shared, or if another rank has a different model;
+    an OptionError if an optimizer has states that cannot be sharded.
     """
     guard_dtensors()
     compat.send_no_parts(compat.is_sharded)
     _check(model, meta=filled)
     optimizers = optimizers_over(model)
     for optimizer in optimizers:
-        _check_states(optimizer, model)
+        _check_states(
+            "megacompile()",
+            optimizer,
+            model,
+            "and mesh= divides states by rows; needed the parameter's shape; call megacompile() "
+            "before the first step, and load a checkpoint afterwards",
+        )
     _check_alike(model, ranks)
     _send_values(model, ranks)
     made: dict[int, nn.Parameter] = {}
@@ -125,11 +123,7 @@ def _check(model: nn.Module, *, meta: bool) -> None:
 
 
 def check_divided(model: nn.Module, ranks: Ranks) -> None:
-    """Raise if a parameter added to a model later is not sharded like the others.
-
-    Raises:
-        ModelError: with the name of the parameter, and how to shard it.
-    """
+    """Raise a ModelError if a parameter added to a model later is not sharded like the others."""
     for name, param in model.named_parameters():
         mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
         if mesh == ranks.mesh and placements == ranks.placements:
@@ -168,18 +162,17 @@ def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
 
 
-def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
+def _check_states(caller: str, optimizer: Optimizer, model: nn.Module, instead: str) -> None:
     """Raise if an optimizer has states that do not follow the rows of their parameter."""
     for name, param in model.named_parameters():
         for key, state in optimizer.state.get(param, {}).items():
-            if not isinstance(state, torch.Tensor) or state.dim() == 0:
+            if not isinstance(state, torch.Tensor) or compat.is_sharded(state):
                 continue
-            if state.shape != param.shape:
+            if state.dim() and state.shape != param.shape:
                 raise OptionError(
-                    f"megacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
+                    f"{caller}: {type(optimizer).__name__} has a state {key!r} of shape "
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
-                    "and mesh= divides states by rows; needed the parameter's shape; call "
-                    "megacompile() before the first step, and load a checkpoint afterwards"
+                    f"{instead}"
                 )
 
 
@@ -206,15 +199,21 @@ def _check_alike(model: nn.Module, ranks: Ranks) -> None:
     digests = ranks.all_gather_object(hashlib.sha256("\n".join(looks).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    first, *others = zip(ranks.agreement.ranks, ranks.all_gather_object(looks), strict=True)
-    for other in others:
-        _refuse_other(model, first, other)
+    (a, here), *others = zip(ranks.agreement.ranks, ranks.all_gather_object(looks), strict=True)
+    for b, there in others:
+        for mine, theirs in itertools.zip_longest(here, there, fillvalue="nothing more"):
+            if mine != theirs:
+                raise ModelError(
+                    f"megacompile(): {type(model).__name__} is not the same model in rank {b} as "
+                    f"in rank {a}: {theirs}, where rank {a} has {mine}; needed the same parameters "
+                    "and buffers in all ranks (names, shapes, dtypes, requires_grad)"
+                )
 
 
 def _look(tensor: torch.Tensor) -> str:
     on_meta = " on meta" if tensor.is_meta else ""
-    dense = "" if tensor.layout is torch.strided else f" {tensor.layout}"
-    return f"{tuple(tensor.shape)} {tensor.dtype}{dense}{on_meta}"
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{layout}{on_meta}"
 
 
 def _send_values(model: nn.Module, ranks: Ranks) -> None:
@@ -227,34 +226,12 @@ def _send_values(model: nn.Module, ranks: Ranks) -> None:
     ranks.send_first(differ, f"values of {type(model).__name__}")
 
 
-def _refuse_other(
-    model: nn.Module, first: tuple[int, list[str]], other: tuple[int, list[str]]
-) -> None:
-    (a, here), (b, there) = first, other
-    for mine, theirs in itertools.zip_longest(here, there, fillvalue="nothing more"):
-        if mine != theirs:
-            raise ModelError(
-                f"megacompile(): {type(model).__name__} is not the same model in rank {b} as in "
-                f"rank {a}: {theirs}, where rank {a} has {mine}; needed the same parameters and "
-                "buffers in all ranks (names, shapes, dtypes, requires_grad)"
-            )
-
-
-# The inverse of sharding: a shared model becomes whole in each rank.
-#
-#     nn.Parameter that is a DTensor, Shard(0)   ->   nn.Parameter of shape (n, ...), in every rank
-# Parameters become new objects with the same names. Optimizers of the old parameters get the new
-# ones, with whole states. A bucket is gathered once the previous one is freed.
+# The inverse: a shared model becomes whole in each rank, with new parameters again. A bucket is
+# gathered once the previous one is freed.
 
 
 class Gathering:
-    """The tensors to make whole.
-
-    Args:
-        model: the model, with the attributes that hold its parameters.
-        ranks: the ranks that share it; all of them make the same calls.
-        device: the target device of all tensors.
-    """
+    """Makes the tensors of a shared model whole, on a device; all ranks make the same calls."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
         self.device = device
@@ -292,7 +269,7 @@ class Gathering:
             free_states(optimizer, made)
 
     def take_rest(self) -> None:
-        """Makes the parameters whole that were added since the last call and are in no bucket."""
+        """Make the parameters whole that were added since the last call and are in no bucket."""
         rest = [param for param in self._model.parameters() if compat.is_sharded(param)]
         self.take(rest, lambda param: param.grad)
 
@@ -304,17 +281,9 @@ class Gathering:
 def refuse_ungathered(
     model: nn.Module, ranks: Ranks, part_bytes: int, device: torch.device
 ) -> None:
-    """Raise if a shared model cannot become whole in each rank.
-
-    Args:
-        part_bytes: bytes of this rank's parameters, gradients and states.
-        device: the target device.
-
-    Raises:
-        ModelError: a parameter has hooks.
-        OptionError: an optimizer has states whose sharding is unknown.
-        HostMemoryError: too little host memory for all ranks of this host.
-    """
+    """Raise if a shared model cannot become whole in each rank: a parameter has hooks (ModelError),
+    an optimizer has states whose sharding is unknown (OptionError), or the host has too little
+    memory for all of its ranks (HostMemoryError), each with `part_bytes` now."""
     name = type(model).__name__
     for param_name, param in model.named_parameters():
         hooks = compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)
@@ -324,7 +293,13 @@ def refuse_ungathered(
                 "when it becomes an ordinary parameter; register them afterwards"
             )
     for optimizer in optimizers_over(model):
-        _refuse_states(optimizer, model)
+        _check_states(
+            "unmegacompile()",
+            optimizer,
+            model,
+            "which ranks (mesh=) cannot gather; needed a DTensor, or the parameter's shape; call "
+            "optimizer.state.clear(), and make a new optimizer afterwards",
+        )
     ranks_here = ranks_of_host(ranks.mesh)
     more, available = part_bytes * (ranks.count - 1), available_bytes() // ranks_here
     if device.type == "cpu" and more > available:
@@ -334,17 +309,3 @@ def refuse_ungathered(
             f"{format_bytes(available)} is free for each of the {ranks_here} ranks of this host; "
             "save it with megacompile.save(), which gathers one parameter at a time, and load that"
         )
-
-
-def _refuse_states(optimizer: Optimizer, model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        for key, state in optimizer.state.get(param, {}).items():
-            if not isinstance(state, torch.Tensor) or compat.is_sharded(state):
-                continue
-            if state.dim() and state.shape != param.shape:
-                raise OptionError(
-                    f"unmegacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
-                    f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
-                    "which ranks (mesh=) cannot gather; needed a DTensor, or the parameter's "
-                    "shape; call optimizer.state.clear(), and make a new optimizer afterwards"
-                )

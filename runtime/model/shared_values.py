@@ -33,7 +33,7 @@ class Source(NamedTuple):
     what: str  # its name in errors
     tensor: torch.Tensor
     version: int
-    names: frozenset[str]  # of the saved values in its memory
+    names: frozenset[str] = frozenset()  # of the saved values in its memory
     input: str = ""  # an input's name in the schedule
 
 
@@ -48,11 +48,7 @@ class Readings(NamedTuple):
     def of(
         cls, inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], names: Iterable[str]
     ) -> Readings:
-        """Record versions before a forward.
-
-        Args:
-            names: the inputs that the forward changes in place.
-        """
+        """Record versions before a forward, which changes the inputs `names` in place."""
         found = {k: v for k in names if isinstance(v := inputs.get(k), torch.Tensor)}
         return cls(found, constants, _versions([*found.values(), *constants.values()]))
 
@@ -82,19 +78,18 @@ def shared(
         for name, value in saved_values.items()
         if isinstance(value, torch.Tensor) and name not in written
     }
-    lie_in = dict(zip(saved, _memories(saved.values()), strict=True))
+    memories = dict(zip(saved, _memories(saved.values()), strict=True))
     given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     left = [value for value in outputs if isinstance(value, torch.Tensor)]
     every = [*_memories(given.values()), *_memories(before.constants.values()), *_memories(left)]
-    met = {*lie_in.values()}.intersection(every)
+    met = {*memories.values()}.intersection(every)
     met.discard(0)  # tensors without elements
     if not met and not before.constants:
         return []
-    by_memory = _sources_in(met, before, given, left)
     touched = met.intersection(_memories(before.inputs.values()))
-    found: dict[int, set[str]] = {}
+    names_in: dict[int, set[str]] = {}
     themselves: set[str] = set()  # inputs that are saved without a copy
-    for name, memory in lie_in.items():
+    for name, memory in memories.items():
         if memory not in met:
             continue
         value = saved[name]
@@ -105,47 +100,44 @@ def shared(
         if name in given:
             themselves.add(name)
         else:
-            found.setdefault(memory, set()).add(name)
+            names_in.setdefault(memory, set()).add(name)
     kept: list[Source] = []
-    for memory, group in by_memory.items():
-        here = found.get(memory, set())
-        for source in group:
-            names = here | {source.input} if source.input in themselves else here
-            if names := names | source.names:
-                kept.append(source._replace(names=frozenset(names)))
+    for memory, source in _sources(met, before, given, left):
+        names = source.names | names_in.get(memory, set())
+        if source.input in themselves:
+            names |= {source.input}
+        if names:
+            kept.append(source._replace(names=names))
     return kept
 
 
-def _sources_in(
+def _sources(
     met: Collection[int],
     before: Readings,
     given: Mapping[str, torch.Tensor],
     outputs: Sequence[torch.Tensor],
-) -> dict[int, list[Source]]:
-    """The sources by storage: those that share a storage with saved values, and constants."""
-    found: dict[int, list[Source]] = {}
-
-    def note(what: str, tensors: Mapping[str, torch.Tensor], versions: Sequence[int]) -> None:
-        each = zip(tensors.items(), versions, _memories(tensors.values()), strict=True)
-        for (name, tensor), version, memory in each:
-            if memory in met:
-                source = Source(f"{what} {name}", tensor, version, frozenset(), name)
-                found.setdefault(memory, []).append(source)
-
+) -> list[tuple[int, Source]]:
+    """The sources with their storages: those in `met`, and constants."""
     unchanged = {name: value for name, value in given.items() if name not in before.inputs}
-    note("input", unchanged, _versions(unchanged.values()))
-    count = len(before.inputs)
-    note("input", before.inputs, before.versions[:count])
+    tensors, count = {**unchanged, **before.inputs}, len(before.inputs)
+    versions = [*_versions(unchanged.values()), *before.versions[:count]]
+    each = zip(tensors.items(), versions, _memories(tensors.values()), strict=True)
+    found = [
+        (memory, Source(f"input {name}", tensor, version, input=name))
+        for (name, tensor), version, memory in each
+        if memory in met
+    ]
     constants, versions = before.constants, before.versions[count:]
     each = zip(constants.items(), versions, _memories(constants.values()), strict=True)
-    for (name, value), version, memory in each:
-        source = Source("a constant", value, version, frozenset({name}))
-        found.setdefault(memory, []).append(source)
-    for tensor, memory in zip(outputs, _memories(outputs), strict=True):
-        if memory in met:
-            source = Source("an output", tensor.detach(), compat.version(tensor), frozenset())
-            found.setdefault(memory, []).append(source)
-    return found
+    found += [
+        (memory, Source("a constant", tensor, version, frozenset({name})))
+        for (name, tensor), version, memory in each
+    ]
+    return found + [
+        (memory, Source("an output", tensor.detach(), compat.version(tensor)))
+        for tensor, memory in zip(outputs, _memories(outputs), strict=True)
+        if memory in met
+    ]
 
 
 def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Source | None:

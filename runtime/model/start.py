@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from megacompile.cost.rank_rates import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.plan import first_to_disk
 from megacompile.options import Lowering, Options
-from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.pool import HostBudget
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs
@@ -26,8 +25,6 @@ from megacompile.runtime.disk.scratch import ScratchFile
 from megacompile.runtime.disk.transfers import Disk
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
-from megacompile.runtime.params.fill import Filling
-from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.on_device import DeviceUpdates
@@ -36,17 +33,19 @@ Place = Callable[[StreamedParameter], tuple[Bucket, int]]
 
 
 def machine_of(options: Options, place: Place) -> Machine:
-    """Create the machine of a model without buckets. All ranks that share the model call this.
-
-    Args:
-        place: returns the bucket of a parameter, and its index there.
-    """
+    """Create the machine of a model without buckets. All ranks that share the model call this."""
     node, ranks = numa.node_of(options.device), ranks_that_share(options)
-    streams = Streams(options.device)
+    streams, disk = Streams(options.device), None
+    if options.disk is not None:
+        disk = Disk(ScratchFile(options.disk, limit_bytes=options.disk_memory))
     seed: Callable[[], int] = torch.initial_seed
-    if ranks is not None:  # replicas of the same rows round alike
+    processes = 1  # on the node
+    if ranks is not None:
         first: int = ranks.all_gather_object(torch.initial_seed())[0]
-        seed = functools.partial(int, first)
+        seed = functools.partial(int, first)  # replicas of the same rows round alike
+        if options.device.type == "cuda":
+            mine = (*host_of_rank(), None if node is None else node.number)
+            processes = ranks.all_gather_object(mine).count(mine)
     return Machine(
         device=options.device,
         streams=streams,
@@ -58,9 +57,9 @@ def machine_of(options: Options, place: Place) -> Machine:
         graphs=CudaGraphs(options.device) if options.device.type == "cuda" else None,
         detect_anomaly=options.detect_anomaly,
         progress=options.progress,
-        disk=_scratch_disk(options),
+        disk=disk,
         host_budget=HostBudget(options.host_memory, node),
-        update_cores=_update_cores(node, ranks),
+        update_cores=numa.cores_of_updates(node, torch.get_num_threads(), processes),
         ranks=ranks,
         seed=seed,
     )
@@ -80,36 +79,6 @@ def ranks_that_share(options: Options) -> Ranks | None:
     return ranks
 
 
-def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]:
-    """The cores for host updates; empty: any core. All ranks call this."""
-    processes = 1
-    if ranks is not None and ranks.device.type == "cuda":
-        number = None if node is None else node.number
-        mine = (*host_of_rank(), number)
-        processes = ranks.all_gather_object(mine).count(mine)
-    return numa.cores_of_updates(node, torch.get_num_threads(), processes)
-
-
-class ParamPlaces:
-    """The bucket and index of each parameter. Pending backwards reference this instead of the
-    model, so that an old loss does not keep the model alive."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, tuple[Bucket, int]] = {}  # parameter id -> place
-
-    def note(self, buckets: Iterable[HostBucket]) -> None:
-        """Record the buckets of all parameters."""
-        self.of = {
-            id(param): (bucket.whole, i)
-            for bucket in buckets
-            for i, param in enumerate(bucket.params)
-        }
-
-    def of_proxy(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
-        """The place of the parameter that a proxy stands for."""
-        return self.of[id(proxy.param)]
-
-
 def first_that_fit(
     units: Sequence[Unit], named: Mapping[str, nn.Parameter], options: Options
 ) -> frozenset[int]:
@@ -126,90 +95,6 @@ def first_that_fit(
             break
         chosen.append(unit.bucket.key)
     return frozenset(chosen)
-
-
-def _scratch_disk(options: Options) -> Disk | None:
-    """The scratch file for a model's states and parameters."""
-    if options.disk is None:
-        return None
-    return Disk(ScratchFile(options.disk, limit_bytes=options.disk_memory))
-
-
-def goes_to(
-    units: Sequence[Unit],
-    named: Mapping[str, nn.Parameter],
-    options: Options,
-    resident: frozenset[int],
-) -> Callable[[nn.Parameter], str]:
-    """The device type that each parameter will be on."""
-    on_device = {
-        id(named[place.name])
-        for unit in units
-        if unit.bucket.key in resident
-        for place in unit.bucket.params
-    }
-    return lambda param: options.device.type if id(param) in on_device else "cpu"
-
-
-def new_bucket(
-    machine: Machine,
-    options: Options,
-    layout: Bucket,
-    params: Sequence[nn.Parameter],
-    resident: bool,
-    *,
-    stored: bool = False,
-    empty: bool = False,
-    filling: Filling | None = None,
-) -> HostBucket:
-    """Create a bucket and move its parameters into it.
-
-    Args:
-        resident: the bucket lives on the device.
-        stored: its parameters live on the disk.
-        empty: the parameters have no values yet.
-        filling: copies the values from the device later.
-    """
-    pin = options.device.type == "cuda" and not resident
-    return HostBucket(
-        layout,
-        params,
-        pin=pin,
-        grad_dtype=options.grad_dtype,
-        pin_masters=pin and options.updates_on_device,
-        resident=options.device if resident else None,
-        disk=machine.disk,
-        weights_on_disk=stored,
-        empty=empty,
-        filling=filling,
-        budget=machine.host_budget,
-        rank=options.rank,
-    )
-
-
-def fill(
-    machine: Machine,
-    options: Options,
-    units: Sequence[Unit],
-    named: Mapping[str, nn.Parameter],
-    contents: Contents,
-    stored: Collection[int],
-) -> None:
-    """Create the buckets of a model without values, none on the device.
-
-    Args:
-        named: the parameters.
-        stored: keys of the buckets on the disk.
-    """
-    made = {}
-    for unit in units:
-        params = [named[place.name] for place in unit.bucket.params]
-        key = unit.bucket.key
-        made[key] = new_bucket(
-            machine, options, unit.bucket, params, False, stored=key in stored, empty=True
-        )
-    contents.fill(list(made.values()), options.progress)
-    machine.buckets.update(made)
 
 
 def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
@@ -248,67 +133,30 @@ def weights_on_disk(
     options: Options,
     disk: Disk | None,
     resident: frozenset[int],
-    room: HostRoom,
+    new_bytes: int,
 ) -> frozenset[int]:
     """Keys of the buckets whose parameters go to the disk before the first plan: all with
-    `disk_weights=True`. If plans decide, as few as possible for the rest to fit on the host; plans
-    move them later.
-
-    Args:
-        named: the parameters.
-        resident: keys of the buckets that live on the device.
-
-    Raises:
-        DiskError: they do not fit on the disk; none has moved.
-    """
-    streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
+    `disk_weights=True`. If plans decide, as few as possible for the rest to fit on the host, with
+    `new_bytes` for those that are not there yet; plans move them later. Raises DiskError if they do
+    not fit on the disk; none has moved."""
     if disk is None or not (options.disk_weights or options.may_store_weights):
         return frozenset()
+    streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
     params = {b.key: [named[place.name] for place in b.params] for b in streamed}
     trained = {key for key, each in params.items() if any(p.requires_grad for p in each)}
     order = first_to_disk(streamed, trained)
-    new = {k: sum(p.nbytes for p in each if p.device.type != "cpu") for k, each in params.items()}
-    count = len(order)
-    if not options.disk_weights:
-        largest = max((disk.file.round_up(bucket.size_bytes) for bucket in order), default=0)
-        count = room.beside(largest).fewest([(b.size_bytes, new[b.key]) for b in order])
-    disk.file.check(sum(disk.file.round_up(bucket.size_bytes) for bucket in order[:count]))
+    disk_bytes = [disk.file.round_up(bucket.size_bytes) for bucket in order]
     if options.disk_weights:
-        every = [unit.bucket for unit in units]  # residents too, in case they leave the device
-        return frozenset(bucket.key for bucket in every)
+        disk.file.check(sum(disk_bytes))
+        return frozenset(unit.bucket.key for unit in units)  # residents may leave the device
+    new = [sum(p.nbytes for p in params[b.key] if p.device.type != "cpu") for b in order]
+    # one bucket at a time is in flight to the disk
+    limit_bytes = sys.maxsize if options.host_memory is None else options.host_memory
+    limit_bytes -= max(disk_bytes, default=0)
+    left_bytes = sum(bucket.size_bytes for bucket in order)
+    count = 0
+    while count < len(order) and (left_bytes > limit_bytes or sum(new[count:]) > new_bytes):
+        left_bytes -= order[count].size_bytes
+        count += 1
+    disk.file.check(sum(disk_bytes[:count]))
     return frozenset(bucket.key for bucket in order[:count])
-
-
-@dataclass(frozen=True, slots=True)
-class HostRoom:
-    """Host memory in bytes that parameters may use while they move to their buckets.
-
-    Args:
-        buckets_bytes: limit for all buckets and one in flight to the disk; None: no limit.
-        new_bytes: limit for parameters that are not on the host yet.
-    """
-
-    buckets_bytes: int | None = None
-    new_bytes: int | None = None
-
-    def beside(self, size_bytes: int) -> HostRoom:
-        """Host memory that is left next to a bucket in flight to the disk."""
-        limit = self.buckets_bytes
-        return replace(self, buckets_bytes=None if limit is None else limit - size_bytes)
-
-    def fewest(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """Number of leading buckets that must go to the disk so that the rest fit both limits.
-
-        Args:
-            sizes: per bucket, its bytes and its bytes that are not on the host yet.
-        """
-        whole, new = sum(size for size, _ in sizes), sum(of_it for _, of_it in sizes)
-        for count, (size, of_it) in enumerate(sizes):
-            if not _over(whole, self.buckets_bytes) and not _over(new, self.new_bytes):
-                return count
-            whole, new = whole - size, new - of_it
-        return len(sizes)
-
-
-def _over(size: int, limit: int | None) -> bool:
-    return limit is not None and size > limit

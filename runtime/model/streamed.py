@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,21 +20,20 @@ from torch import fx, nn
 
 from megacompile import compat, notices
 from megacompile.errors import ModelError
-from megacompile.ir.buckets import Unit
-from megacompile.options import Options
+from megacompile.plan.setting import Setting
 from megacompile.runtime.checkpoint.contents import Contents
+from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.model import own_operators
-from megacompile.runtime.model.attempts import CaptureThrottle, EagerBlocks
-from megacompile.runtime.model.captures import Captures
-from megacompile.runtime.model.input_hooks import InputHooks
-from megacompile.runtime.model.methods import ClassMethods, Replacement, State
+from megacompile.runtime.model.captures import Captures, OutsideNotice
+from megacompile.runtime.model.methods import (
+    ClassMethods,
+    ModuleCall,
+    ModuleCalls,
+    Replacement,
+    State,
+)
 from megacompile.runtime.model.model_buckets import ModelBuckets
-from megacompile.runtime.model.outside import OutsideNotice
-from megacompile.runtime.model.owners import live, register
-from megacompile.runtime.model.plans import Compiler
 from megacompile.runtime.model.released import Released
-from megacompile.runtime.model.start import HostRoom
-from megacompile.runtime.model.submodule_calls import ModuleCall, ModuleCalls
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.guards import guard_of
@@ -48,28 +48,15 @@ from megacompile.runtime.updates.in_backward import InBackward
 
 
 class StreamedModel:
-    """Implements a model's `__call__`; stored in `model._compiled_call_impl`.
-
-    Args:
-        model: changed in place: its parameters become views of host buckets.
-        options: validated.
-        divide: returns the units of a model (`megacompile.passes.stages.units`).
-        compiler: returns a `Compiler` for units (`megacompile.api`).
-        contents: the source of values for a model without values.
-        room: host memory for parameters. Default: no limit.
-    """
+    """Implements a model's `__call__`; stored in `model._compiled_call_impl`. The model is changed
+    in place: its parameters become views of buckets. `contents` has values for a model without
+    values; host memory has `new_bytes` for parameters that are not there yet."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        divide: Callable[[nn.Module], tuple[Unit, ...]],
-        compiler: Callable[[tuple[Unit, ...]], Compiler],
-        contents: Contents | None = None,
-        room: HostRoom | None = None,
+        self, model: nn.Module, setting: Setting, contents: Contents | None, new_bytes: int
     ) -> None:
         self.model = model
-        self.options = options
+        self.options = options = setting.options
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan counts bytes, not fragments
             count_kernels()
@@ -83,12 +70,9 @@ class StreamedModel:
         compat.convert_in_place(StreamedParameter)
         compat.leave_out_of_copies(StreamedModel, ModuleCall, Replacement)
         compat.show_classes(StreamedParameter)
-        self.buckets = ModelBuckets(model, options, divide, compiler, contents, room)
+        self.buckets = ModelBuckets(model, setting, contents, new_bytes)
         self.machine = self.buckets.machine
-        self._input_hooks = InputHooks(options.device)
-        self.updates = Updates(
-            self.machine, options, self.buckets.rest, _while_it_lives(self._before_step)
-        )
+        self.updates = Updates(self.machine, options, self.buckets.rest, _weakly(self._before_step))
         self.captures = Captures(self.buckets, self.updates, StreamedModel._run.__code__)
         self.released = Released(self.buckets, self.updates)
         if options.optimizer is not None:
@@ -98,16 +82,14 @@ class StreamedModel:
                 self.machine.staging,
             )
             hooks.attach(options.optimizer)
-        self._throttle = CaptureThrottle(type(model).__name__)
-        self.eager = EagerBlocks()
         self._ends: list[Callable[[], object]] = []
         self._methods = ClassMethods(model)
         self._compiled: dict[State, Callable[..., Any]] = {}
         self.parts = ModuleCalls(model, self)
-        self._outside = OutsideNotice(self.machine)
+        self._outside = OutsideNotice(model, self.machine)
         bind_operators()
         self.called = False
-        register(self.buckets)
+        LIVE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return None: a copied model is a plain one, even if its class copies its own
@@ -117,20 +99,17 @@ class StreamedModel:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if tracer := compat.tracer_around():
             self._refuse(tracer)
-        return self._call_module(self.model, self._compiled, args, kwargs)
+        return self.call_module(self.model, self._compiled, args, kwargs)
 
-    def call_part(self, part: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module in the model as the model itself is called."""
-        return self._call_module(part.module, part.compiled, args, kwargs)
-
-    def _call_module(
+    def call_module(
         self,
         module: nn.Module,
         compiled: dict[State, Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module through the captures that are valid for its classes' current methods."""
+        """Call the model, or a module in it, which has its captures for each state of its classes'
+        methods in `compiled`."""
         state = self._methods.state()
         if state not in compiled:
             compiled[state] = self._compile(module)
@@ -152,6 +131,7 @@ class StreamedModel:
 
     def end(self) -> None:
         """Make the model a plain one again."""
+        LIVE.discard(self)
         self.parts.end()
         for end in self._ends:
             end()
@@ -179,17 +159,7 @@ class StreamedModel:
             self._refuse("torch.func")
         args, kwargs = shared_memory.moved(args, kwargs, self._is_there, self._to_device)
         run = functools.partial(self._run, stand_ins, modules, args, kwargs)
-        # ranks that share the model would have to agree on captures
-        infers = not torch.is_grad_enabled() and self.machine.ranks is None
-        if self.eager.depth or (infers and not self._throttle.is_due(compiled)):
-            with self.buckets.notice.asked_for():
-                return undone(functools.partial(run, compat.uncompiled(compiled)))
-        if not infers:
-            return self.captures.call(run, compiled, modules)
-        before = self.captures.programs_made()
-        result = self.captures.call(run, compiled, modules)
-        self._throttle.note(compiled, self.captures.programs_made() - before)
-        return result
+        return self.captures.call(run, compiled, modules)
 
     def _run(
         self,
@@ -202,8 +172,7 @@ class StreamedModel:
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
-        self._input_hooks.swap_in(modules, undos)
-        own_operators.swap_in(undos)
+        own_operators.swap_in(modules, self.options.device, undos)
         if stand_ins is not None:
             stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
@@ -228,22 +197,14 @@ class StreamedModel:
             frame = frame.f_back
         return False
 
-    def refuse_in_use(self, caller: str) -> None:
-        """Raise during a call or a backward of this model."""
-        self.refuse_in_call(caller)
-        if self.machine.run:
-            self._refuse_in("a backward", caller)
-
-    def refuse_in_call(self, caller: str) -> None:
-        """Raise during a call of this model in this thread."""
-        if self._is_in_a_call():
-            self._refuse_in("a call", caller)
-
-    def _refuse_in(self, where: str, caller: str) -> None:
-        raise ModelError(
-            f"{caller}: {type(self.model).__name__} is in the middle of {where}; call it between "
-            "two steps"
-        )
+    def refuse_in_use(self, caller: str, *, in_backward: bool = True) -> None:
+        """Raise during a call of this model in this thread, or during a backward."""
+        where = "a backward" if in_backward and self.machine.run else ""
+        if where := "a call" if self._is_in_a_call() else where:
+            raise ModelError(
+                f"{caller}: {type(self.model).__name__} is in the middle of {where}; call it "
+                "between two steps"
+            )
 
     def _within_torch_compile(self) -> None:
         notices.warn_once(
@@ -264,8 +225,7 @@ class StreamedModel:
         """Called when an optimizer's step begins."""
         self.released.check()
         self.buckets.before_step()
-        known = self.buckets.notice.used
-        self._outside.say(self.model, self.captures.graphs, is_known=known)
+        self._outside.say(self.captures.graphs, is_known=self.buckets.notice.used)
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
         """Adopt changes; returns the tensors of a functional call."""
@@ -280,23 +240,25 @@ class StreamedModel:
                 stand_ins = buckets.proxies.stand_ins(self.model)
                 stand_ins.take_out(of_call)
                 fits = buckets.proxies.fits(self.model, modules)
+            if not fits:
+                refuse_shared(self.model)
             buckets.refresh(fits, modules)
         if not fits:
             self.parts.put_in()
         self.buckets.follow_plans()
         return stand_ins
 
+    def _casts(self, value: torch.Tensor) -> bool:
+        return self.options.compute_dtype is not None and value.dtype == torch.float32
+
     def _is_there(self, value: torch.Tensor) -> bool:
         """True if an input is on the device, in the dtype of the computation."""
-        casts = self.options.compute_dtype is not None and value.dtype == torch.float32
-        return value.device == self.options.device and not casts
+        return value.device == self.options.device and not self._casts(value)
 
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
-        dtype, source = self.options.compute_dtype, value
-        if dtype is not None and value.dtype == torch.float32:
-            value = value.to(dtype)
-        moved = value.to(self.options.device) if value.device != self.options.device else value
-        return compat.keep_dynamic_marks(source, moved)
+        cast = value.to(self.options.compute_dtype) if self._casts(value) else value
+        moved = cast if cast.device == self.options.device else cast.to(self.options.device)
+        return compat.keep_dynamic_marks(value, moved)
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: adds a captured graph."""
@@ -307,14 +269,8 @@ class StreamedModel:
 
 
 def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Raise if a submodule is megacompiled too: a parameter has one owner.
-
-    Args:
-        modules: all of the model's, itself first.
-
-    Raises:
-        ModelError: with the name of that module.
-    """
+    """Raise a ModelError if a submodule is megacompiled too: a parameter has one owner. The model
+    is the first of `modules`."""
     calls = compat.compiled_calls(modules)[1:]
     if StreamedModel not in set(map(type, calls)):
         return
@@ -326,6 +282,41 @@ def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
             )
 
 
+# The owner of a parameter: the one megacompiled model whose buckets hold it.
+
+LIVE: WeakIdSet[StreamedModel] = WeakIdSet()
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Raise a ModelError if another megacompiled model owns a parameter of this model: two owners
+    would keep it in two buckets, and each would update it in `optimizer.step()`."""
+    if _owned(model):
+        gc.collect()  # collects unreferenced models
+    for owner, name, param in _owned(model):
+        names = [n for n, p in owner.model.named_parameters() if p is param]
+        if names:
+            raise ModelError(
+                f"megacompile(): parameter {type(model).__name__}.{name} is owned by another "
+                f"megacompiled model ({type(owner.model).__name__}.{names[0]} there), and a "
+                "parameter has one owner; megacompile one module that has both and calls them, "
+                "give one of them a copy of the parameter, or call megacompile.unmegacompile() on "
+                "the other model"
+            )
+        if owner.buckets.owns(param):  # the other model no longer has it
+            owner.buckets.let_go()
+
+
+def _owned(model: nn.Module) -> list[tuple[StreamedModel, str, nn.Parameter]]:
+    """Other megacompiled models with parameters of this one."""
+    return [
+        (other, name, param)
+        for other in LIVE
+        if other.model is not model
+        for name, param in model.named_parameters()
+        if other.buckets.owns(param)
+    ]
+
+
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     """Dynamo's guards, except those on a proxy's attributes: proxies are the same in every call.
 
@@ -335,50 +326,32 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     """
     compat.forget_missing()  # Dynamo evaluated the guards for this filter
     proxies = {guard.name for guard in guards if isinstance(guard.value, StreamedParameter)}
-    return [not _takes_apart(guard, proxies) for guard in guards]
-
-
-def _takes_apart(guard: Any, proxies: set[str]) -> bool:
-    """True if a guard reads an attribute of a proxy; `proxies` are the proxies' names."""
-    outer = guard.name.removesuffix(".host")
-    return (
-        (outer != guard.name and outer in proxies)
-        or (guard.guard_type == compat.SUBCLASS_GUARD and guard.name in proxies)
-        or (guard.name.endswith(compat.INNER_NAMES) and guard.value == ["host"])
-    )
+    hosts = {f"{name}.host" for name in proxies}
+    return [
+        not (
+            guard.name in hosts
+            or (guard.guard_type == compat.SUBCLASS_GUARD and guard.name in proxies)
+            or (guard.name.endswith(compat.INNER_NAMES) and guard.value == ["host"])
+        )
+        for guard in guards
+    ]
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method with a weak reference to its object, for Dynamo's caches, which are never
-    freed."""
+    """A bound method with a weak reference to its object, for optimizers and for Dynamo's caches,
+    which are never freed. It does nothing once the object is freed."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
         bound = reference()
-        assert bound is not None, "a compiled frame outlived its model"
-        return bound(*args)
-
-    return call
-
-
-def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
-    """A bound method, as in `_weakly`, that does nothing once its object is freed."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
+        return None if bound is None else bound(*args)
 
     return call
 
 
 def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
-    """Return the streamed model of a megacompiled model, also under `torch.compile`.
-
-    Raises:
-        ModelError: the model is not megacompiled.
-    """
+    """The streamed model of a megacompiled model, also under `torch.compile`. Raises a ModelError
+    if the model is not megacompiled."""
     streamed = compat.compiled_call(compat.without_torch_compile(model))
     if not isinstance(streamed, StreamedModel):
         raise ModelError(
@@ -389,17 +362,13 @@ def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
 
 
 def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
-    """Return the streamed model that owns the parameters of a submodule.
-
-    Raises:
-        ModelError: no megacompiled model owns them.
-    """
+    """The streamed model that owns the parameters of a submodule. Raises a ModelError if there is
+    none."""
     found = compat.compiled_call(module)
     if isinstance(found, StreamedModel):
         return found
     params = list(module.parameters())
-    for owner in live():
-        streamed = compat.compiled_call(owner.model)
-        if isinstance(streamed, StreamedModel) and any(map(owner.owns, params)):
+    for streamed in LIVE:
+        if any(map(streamed.buckets.owns, params)):
             return streamed
     return streamed_model(module, caller)

@@ -211,8 +211,6 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "(Stack.layers.1.norm.weight there), and a parameter has one owner; megacompile one module "
      "that has both and calls them, give one of them a copy of the parameter, or call "
      "megacompile.unmegacompile() on the other model"),
-    "no such option": (lambda: on_cpu(look_ahead=2), OptionTypeError,
-     "megacompile() got an unexpected keyword argument 'look_ahead'"),
     "no CUDA device": (lambda: no_cuda("cuda"), OptionError,
      "megacompile(): got device='cuda', but this machine has no CUDA device "
      "(torch.cuda.is_available() is False); use device='cpu' or leave it out"),

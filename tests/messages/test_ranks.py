@@ -112,8 +112,6 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
     "disk_weights": (lambda mesh: shared(mesh, disk=".", disk_weights=True), OptionError,
      "megacompile(): got disk_weights=True with mesh=...; shards of parameters cannot be on a "
      "disk; leave one of them out (disk= alone stores optimizer states)"),
-    "whole_buckets": (lambda mesh: shared(mesh, whole_buckets=True), OptionTypeError,
-     "megacompile(): whole_buckets= was removed; leave it out; ranks gather buckets on the GPUs"),
     "again": (lambda mesh: megacompile(shared(mesh), device="cpu"), OptionError,
      "megacompile(): Sequential is megacompiled already, with other options (mesh: {mesh} -> "
      "None); call it once, with the options you want"),

@@ -162,6 +162,7 @@ FIRST = 8  # words of a message that the page must have
 HOLE = "..."
 REASONS = ("_Whole",)  # raised for their text, which a warning ends with
 SAYS = ("_say",)  # methods that warn with their argument
+MADE = ("_refused",)  # methods that make an error of their argument
 SAID = ("ignored_options", "unsupported_reason")  # functions whose text a warning passes on
 
 
@@ -231,7 +232,8 @@ def messages(modules: Mapping[str, ast.Module]) -> dict[str, str]:
             given: list[ast.expr] = []
             line = 0
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                given, line = node.exc.args if called(node.exc) in known else [], node.lineno
+                is_ours = called(node.exc) in {*known, *MADE}
+                given, line = node.exc.args if is_ours else [], node.lineno
             elif isinstance(node, ast.Call) and called(node) in ("warn", *SAYS):
                 given, line = node.args, node.lineno
             elif isinstance(node, ast.Call) and called(node) == "warn_once":

@@ -1,0 +1,364 @@
+"""DistributedDataParallel with a megacompiled model: supported and refused combinations.
+
+DDP reduces gradients in hooks on AccumulateGrad nodes, which it looks up when it is constructed. If
+a parameter's data moves to another device, the parameter gets a new node: the hooks on the old one
+never run again, and torch does not report it. Megatron and Apex register Python hooks on such nodes
+too. So
+
+    DDP, or hooks, before the parameters move    refused: in megacompile() or, if it cannot be
+                                                 detected there, at the first call within the DDP
+    DDP(megacompile(model))                      works; buckets stay where they are from then on
+    parameters where DDP cannot reduce them      refused when the DDP is constructed
+    a model that ranks share (mesh=)             works: the DDP only calls it (`PassThrough`)
+    nn.DataParallel, around or inside            refused if there is a GPU: threads would call
+                                                 copies of the module that are not streamed
+
+Accelerate, and therefore Trainer, wraps a model in a DDP unless the model is marked as prepared.
+Without torchrun, Trainer creates a DataParallel if it sees several GPUs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from megacompile import compat, notices
+from megacompile.errors import ModelError
+from megacompile.options import Options
+from megacompile.runtime.device.ranks import Ranks, global_ranks
+from megacompile.runtime.model import loops
+from megacompile.runtime.model.sharding import divide_loaded
+from megacompile.runtime.params.accumulators import Accumulator
+
+_BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
+_PREPARED = "_is_accelerate_prepared"  # the attribute by which Accelerate marks prepared models
+_WRAP = f"model = DistributedDataParallel(megacompile(model)), after {_BACKENDS}"
+_COPIES = (
+    "which calls copies of the module, one on each GPU, and copies are not streamed; leave it "
+    "out: use one GPU (CUDA_VISIBLE_DEVICES=0), or start a process for each GPU (torchrun, with "
+    "mesh= or a DistributedDataParallel)"
+)
+
+
+class DdpChecks:
+    """The checks of one megacompiled model, for the DistributedDataParallel around or inside it.
+    Raises a ModelError if one is inside although its backward updates or ranks share it, or a
+    `torch.nn.DataParallel` over GPUs."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model = model
+        self.name = name = type(model).__name__
+        self.options = options
+        self.updates = options.optimizer is not None
+        self.mesh = options.mesh
+        self._checked: weakref.ref[DistributedDataParallel] | None = None  # around the last call
+        if any(isinstance(m, nn.DataParallel) and m.device_ids for m in model.modules()):
+            raise ModelError(f"megacompile(): {name} has a DataParallel in it, {_COPIES}")
+        inside = _inside(model)
+        if self.updates and inside:
+            raise ModelError(_updates_refused("megacompile()", name))
+        if self.mesh is not None:
+            if inside:
+                raise ModelError(
+                    f"megacompile(): {name} has a DistributedDataParallel in it, but ranks that "
+                    "share it (mesh=) average gradients themselves; leave DistributedDataParallel "
+                    "out"
+                )
+            setattr(model, _PREPARED, True)
+            self._loading = model.register_load_state_dict_pre_hook(divide_loaded)
+            loops.attend()
+        compat.check_data_parallel(DistributedDataParallel, _check_wrap)
+        compat.check_data_parallel(nn.DataParallel, _check_copies)
+
+    def around(self, ddp: DistributedDataParallel) -> str:
+        """Check a DDP at a call within it; returns the reason why buckets stay where they are.
+        Raises a ModelError if the DDP would not reduce the model's gradients."""
+        why = "a DistributedDataParallel is around"
+        if self._checked is None or self._checked() is not ddp:
+            held = {id(param) for param in compat.ddp_parameters(ddp)}
+            params = {n: p for n, p in self.model.named_parameters() if id(p) in held}
+            trained = {name: param for name, param in params.items() if param.requires_grad}
+            if self.updates and trained:
+                raise ModelError(_updates_refused("forward", self.name))
+            for name, param in trained.items():
+                if param.device.type != ddp.device_type:
+                    raise ModelError(
+                        f"{self.name}: its DistributedDataParallel was built when parameter "
+                        f"{name!r} was on {ddp.device_type}; now it is on {param.device.type}, and "
+                        "its gradient would not be reduced; make the DistributedDataParallel after "
+                        f"megacompile(): {_WRAP}"
+                    )
+            self._checked = weakref.ref(ddp)
+            is_planned = self.options.plans and self.options.resident is None
+            if is_planned and any(p.device != self.options.device for p in params.values()):
+                self.say(why)
+        return why
+
+    def end(self) -> None:
+        """Undo the changes to the model, which becomes a plain one again."""
+        if self.mesh is not None:
+            vars(self.model).pop(_PREPARED, None)
+            self._loading.remove()
+
+    def forget(self) -> None:
+        """Check again at the next call, because parameters may have moved."""
+        self._checked = None
+
+    @torch.inference_mode(False)  # parameters have no AccumulateGrad nodes in inference mode
+    def holds(self, moving: Collection[nn.Parameter]) -> str:
+        """The reason why these parameters must stay on their device; "" if they may move."""
+        if moving and self._checked is not None and self._checked() is not None:
+            return "a DistributedDataParallel is around the model"
+        if _inside(self.model):
+            return "the model has a DistributedDataParallel in it"
+        name = _hooked(self.model, {id(param) for param in moving})
+        return f"a hook is registered on the AccumulateGrad node of {name!r}" if name else ""
+
+    def say(self, why: str) -> None:
+        """Warn once that buckets stay on their device."""
+        notices.warn_once(
+            "parameters that stay",
+            f"megacompile: every parameter stays on its device, because {why}, and a move would "
+            'lose its hooks; for layers on the GPU, pass resident="all" or resident="8GiB" to '
+            "megacompile() before that (shown once)",
+            of=self,
+        )
+
+    def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+        """Raise if a DDP with these arguments around `module`, which contains this model, would not
+        accept parameters in host memory, or could not reduce them."""
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        if self.updates and trained:
+            raise ModelError(_updates_refused("DistributedDataParallel()", self.name))
+        on_host = any(param.device.type == "cpu" for param in trained)
+        if self.options.device.type == "cpu" or not on_host:
+            return  # they are where plain parameters would be
+        where = (
+            f"DistributedDataParallel(): {self.name} is megacompiled and its parameters are on "
+            "the host"
+        )
+        write = f"write {_BACKENDS} and DistributedDataParallel(model)"
+        others = {param.device.type for param in module.parameters()} - {"cpu"}
+        if others:
+            raise ModelError(
+                f"{where}, but others are on {', '.join(sorted(others))}; needed one type of "
+                "device: megacompile the outermost module, with resident=0 or "
+                f'resident="all"; and {write}'
+            )
+        if device_ids := given.get("device_ids") or given.get("output_device"):
+            raise ModelError(
+                f"{where}, so that it takes no device_ids or output_device, got {device_ids}; "
+                f"{write}: the model moves its inputs itself"
+            )
+        if given.get("device_mesh") or not distributed.is_initialized():
+            return
+        config = str(distributed.get_backend_config(given.get("process_group")))
+        reduces_on = {part.partition(":")[0] for part in config.split(",")}
+        if "cpu" not in reduces_on:
+            raise ModelError(
+                f"{where}, where the process group cannot reduce their gradients (it has backends "
+                f"for {', '.join(sorted(reduces_on))}); {write}"
+            )
+
+
+def refuse_moves(model: nn.Module, on_device: Collection[int], device: str) -> None:
+    """Raise a ModelError if megacompile() would move a parameter whose AccumulateGrad node has a
+    hook. Those with the ids `on_device` go to a device of type `device`, others to the host."""
+    places = [(p, device if id(p) in on_device else "cpu") for p in model.parameters()]
+    moving = {id(p): (p, place) for p, place in places if p.device.type != place}
+    if not moving:
+        return
+    name, ((first, place), *_) = type(model).__name__, moving.values()
+    moves = f"moves parameters from {first.device.type} to {place}"
+    for ddp in _inside(model):
+        if any(id(param) in moving for param in compat.ddp_parameters(ddp)):
+            raise ModelError(
+                f"megacompile(): {name} has a DistributedDataParallel in it, and megacompile() "
+                f"{moves}, where it would not reduce their gradients; make the "
+                f"DistributedDataParallel after megacompile(): {_WRAP}"
+            )
+    if hooked := _hooked(model, moving.keys()):
+        raise ModelError(
+            f"megacompile(): a hook is registered on the AccumulateGrad node of {name}.{hooked}, "
+            f"and megacompile() {moves}, so the hook would never be called; register hooks on "
+            "nodes after megacompile()"
+        )
+
+
+def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
+    """Check the megacompiled models in a DDP before its construction. Returns True if this has
+    constructed it, as a `PassThrough`."""
+    inside = _megacompiled_in(given["module"])
+    shared = [each for each in inside if isinstance(each.mesh, DeviceMesh)]
+    if not shared:
+        for each in inside:
+            each.check_wrap(given["module"], given)
+        return False
+    params = {id(param) for each in shared for param in each.model.parameters()}
+    for each in shared:
+        assert isinstance(each.mesh, DeviceMesh)
+        _refuse_other_wraps(type(ddp), ", ".join(s.name for s in shared), given, params, each.mesh)
+    ddp.__class__ = PassThrough
+    assert isinstance(ddp, PassThrough) and isinstance(shared[0].mesh, DeviceMesh)
+    ranks = Ranks.of(shared[0].mesh, shared[0].options.device)  # of all meshes
+    ddp.become(given, ranks)
+    return True
+
+
+def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
+    """Refuse a DataParallel around a megacompiled model before its construction. Without a GPU it
+    only calls its module and is allowed."""
+    inside = _megacompiled_in(given["module"])
+    if inside and torch.cuda.is_available():
+        raise ModelError(
+            f"DataParallel(): {inside[0].name} is megacompiled, but got a DataParallel around it, "
+            f"{_COPIES}; Trainer makes a DataParallel if it sees several GPUs without torchrun"
+        )
+    return False
+
+
+def _megacompiled_in(module: object) -> list[DdpChecks]:
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    calls: list[Any] = list(map(compat.compiled_call, modules))  # of a model: a `StreamedModel`
+    return [call.buckets.ddp for call in calls if hasattr(call, "buckets")]
+
+
+def _inside(model: nn.Module) -> list[DistributedDataParallel]:
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def _hooked(model: nn.Module, ids: Collection[int]) -> str:
+    """The first of these parameters (by id) with a Python hook on its node; "" if there is none."""
+    for name, param in model.named_parameters():
+        if id(param) in ids and param.requires_grad and Accumulator(param).hooked_node:
+            return name
+    return ""
+
+
+def _updates_refused(where: str, name: str) -> str:
+    return (
+        f"{where}: {name} is megacompiled with optimizer=, so that the backward updates and "
+        "gradients never leave the device, but DistributedDataParallel would have to reduce them "
+        "first; leave out optimizer= of megacompile()"
+    )
+
+
+# A DistributedDataParallel around a model that ranks share only calls the module.
+#
+#     gradients    are averaged over ranks already
+#     buffers      are the first rank's at construction, and before each forward as in any DDP
+#     no_sync()    each backward averages its gradients before adding them: the same sum, up to
+#                  rounding
+#     state dicts  are whole in every rank (`loops`): the loop's first rank saves them
+#
+# So a loop that wraps its model (Lightning's `strategy="ddp"`) runs unchanged. torch's reducer is
+# not created: it would treat the ranks' different rows as copies.
+
+_OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options that change numbers
+
+
+class PassThrough(DistributedDataParallel):
+    """The class that `become` gives to such a DistributedDataParallel at construction."""
+
+    def become(self, given: Mapping[str, Any], ranks: Ranks) -> None:
+        """Wrap a module, with the arguments of DistributedDataParallel."""
+        nn.Module.__init__(self)
+        self.module = module = given["module"]
+        self.process_group = _group_of(given)
+        self.ranks = ranks
+        self.device_ids = None
+        self.reducer: Any = _Nothing()
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.find_unused_parameters = False
+        self.static_graph = False
+        syncs = map(given.get, ("forward_sync_buffers", "broadcast_buffers"))  # 2.13 renamed it
+        self.broadcast_buffers = next((bool(each) for each in syncs if each is not None), True)
+        loops.make_whole(module)
+        frozen = (each for each in module.parameters() if not compat.is_sharded(each))
+        what = f"values that ranks do not share in {type(module).__name__}"
+        ranks.send_first([*frozen, *module.buffers()], what)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module, which moves its inputs to the device itself."""
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            what = f"buffers of {type(self.module).__name__}"
+            self.ranks.send_first(self.module.buffers(), what)
+        found = self.module(*args, **kwargs)
+        synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synced  # same attribute as DistributedDataParallel
+        return found
+
+    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
+        """Raise: no gradients pass through a hook."""
+        raise _refused("register_comm_hook()", "no gradients pass through it")
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: each rank has rows of every layer, so either all ranks compute or none."""
+        raise _refused("join()", "a rank without inputs would stop the others")
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Do nothing; Lightning calls it at the end."""
+        return {}
+
+
+class _Nothing:
+    """Stand-in for the reducer, which Lightning's manual optimization prepares for a backward."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        del outputs
+
+
+def _refuse_other_wraps(
+    kind: type, names: str, given: Mapping[str, Any], shared: Collection[int], mesh: DeviceMesh
+) -> None:
+    """Raise a ModelError if a wrapper of class `kind`, with these arguments, would have to do more
+    than call a model that ranks share. `shared` are the ids of the parameters of the models in
+    `names`."""
+    where = f"DistributedDataParallel(): ranks share {names} (mesh=)"
+    if kind is not DistributedDataParallel:
+        raise ModelError(f"{where}, so gradients are already averaged; leave {kind.__name__} out")
+    for option in _OTHERWISE:
+        if given.get(option) is not None:
+            raise ModelError(
+                f"{where}, so gradients are already averaged, and {option}= has no effect; "
+                "leave DistributedDataParallel out, or the option"
+            )
+    module = given["module"]
+    for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in shared:
+            raise ModelError(
+                f"{where}, but not parameter {name!r} of {type(module).__name__}, whose gradient "
+                "would have to be reduced; megacompile the outermost module with mesh="
+            )
+    here, there = sorted(dist.get_process_group_ranks(_group_of(given))), sorted(global_ranks(mesh))
+    if here != there:
+        raise ModelError(
+            f"{where}, which are {there}, but its process group has the ranks {here}; needed the "
+            "same: leave DistributedDataParallel out, and pass megacompile() a mesh of all ranks "
+            "(of two dimensions: the first replicates, the second shards)"
+        )
+
+
+def _group_of(given: Mapping[str, Any]) -> Any:
+    mesh = given.get("device_mesh")
+    if mesh is not None:
+        return mesh.get_group()
+    return given.get("process_group") or dist.group.WORLD
+
+
+def _refused(what: str, why: str) -> ModelError:
+    return ModelError(
+        f"DistributedDataParallel.{what}: ranks share the model in it (mesh=), and {why}; leave "
+        "it out"
+    )
