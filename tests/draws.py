@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from itertools import product
 from typing import Any
 
 import hypothesis
@@ -15,19 +14,6 @@ from hypothesis import strategies as st
 def drawn(always: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     """Values of a parametrization, `others` for `make thorough` alone."""
     return [*always, *(pytest.param(value, marks=pytest.mark.thorough) for value in others)]
-
-
-def pairwise(*dimensions: Iterable[Any]) -> list[Any]:
-    """A product where every value meets every one of the other dimensions, the shortest of which is
-    last; the rest is for `make thorough` alone."""
-    values = [list(each) for each in dimensions]
-    kept = len(values[-1])
-    found: list[Any] = []
-    for places in product(*(range(len(each)) for each in values)):
-        case = [each[place] for each, place in zip(values, places, strict=True)]
-        marks = [] if sum(places) % kept == 0 else [pytest.mark.thorough]
-        found.append(pytest.param(*case, marks=marks))
-    return found
 
 
 def examples(

@@ -22,9 +22,9 @@ from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.runtime.model.input_keys import LastCall
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import moved, moved_together, overlaps
-from tests import handmade, whole
+from tests import capturing, whole
 from tests.capturing import capture as dynamo
-from tests.handmade import node, of_params, traced
+from tests.capturing import node, of_params, traced
 
 
 def text(seed: int = 0) -> Tensor:
@@ -152,8 +152,8 @@ def test_the_same_parameters_make_the_same_call_and_nothing_is_kept_alive() -> N
 
 
 X = TensorMeta((4, 6), torch.float32, (6, 1), requires_grad=True)
-ROWS = handmade.symbol("n0")
-Y = handmade.sized(X, ROWS, 6)  # X, with any number of rows
+ROWS = capturing.symbol("n0")
+Y = capturing.sized(X, ROWS, 6)  # X, with any number of rows
 
 
 def told(values: Values) -> dict[str, Any]:
@@ -290,7 +290,7 @@ Function = Callable[..., Any]
 
 def with_numbers(function: Function) -> Capture:
     """A capture that takes a tensor with symbols, and the symbol, as Dynamo has it."""
-    number = handmade.number("n0", 4)
+    number = capturing.number("n0", 4)
     if function in (numbered, several):
         return traced(function, Y, number)
     return traced(lambda x, n: function(x), Y, number)

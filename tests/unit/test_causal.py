@@ -17,12 +17,12 @@ from megacompile import Lowering
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.causal import use_causal_attention
-from tests import handmade
+from tests import capturing
 
 ROWS, HEADS, LENGTH, WIDTH, WINDOW = 3, 2, 7, 4, 16
 X = torch.ones(ROWS, HEADS, LENGTH, WIDTH)
 GIVEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-ANY, ALL = handmade.symbol("n"), 2**22
+ANY, ALL = capturing.symbol("n"), 2**22
 # masks are small here: all are computed, or known by their rows, or computed for one of the batch
 SIZES = (ALL, ROWS * LENGTH, LENGTH * LENGTH)
 Numbers = tuple[int, int, int]  # that grow: i * a // b + c
@@ -42,7 +42,7 @@ def fixed(*masks: Mask, keys: int = LENGTH, returns: bool = False, uses: int = 1
                 x = F.scaled_dot_product_attention(x, y, y, made[-1])
         return (x, made) if returns else x
 
-    return handmade.traced(function, X, GIVEN)
+    return capturing.traced(function, X, GIVEN)
 
 
 def of_any_length(mask: Mask, *, fewer: int = 0) -> Capture:
@@ -53,9 +53,9 @@ def of_any_length(mask: Mask, *, fewer: int = 0) -> Capture:
         y = x[:, :, : n - fewer]
         return F.scaled_dot_product_attention(x, y, y, mask(queries, keys, given, n))
 
-    x = handmade.sized(TensorMeta.of(X), ROWS, HEADS, ANY, WIDTH)
-    given = handmade.sized(TensorMeta.of(GIVEN), ANY, ANY)
-    return handmade.traced(function, handmade.number("n", LENGTH), x, given)
+    x = capturing.sized(TensorMeta.of(X), ROWS, HEADS, ANY, WIDTH)
+    given = capturing.sized(TensorMeta.of(GIVEN), ANY, ANY)
+    return capturing.traced(function, capturing.number("n", LENGTH), x, given)
 
 
 def told(capture: Capture, **options: Any) -> tuple[list[tuple[bool, bool]], Capture, Any]:
@@ -83,7 +83,7 @@ def _packed(q: Any, k: Any, given: Any, n: Any) -> Any:
 
 
 def _ones(n: Any) -> Any:
-    return handmade.node(n, torch.ones, n, n, dtype=torch.bool)
+    return capturing.node(n, torch.ones, n, n, dtype=torch.bool)
 
 
 CAUSAL: dict[str, Mask] = {
@@ -207,7 +207,7 @@ def test_what_is_left_as_it_is() -> None:
         mask = torch.arange(LENGTH)[None] <= torch.arange(LENGTH - 2)[:, None]
         return F.scaled_dot_product_attention(x[..., : LENGTH - 2, :], x, x, mask)
 
-    assert told(handmade.traced(fewer_queries, X))[0] == [(True, False)]
+    assert told(capturing.traced(fewer_queries, X))[0] == [(True, False)]
     for capture in (fixed(CAUSAL["<="]), of_any_length(CAUSAL["<="])):
         assert told(capture, lowering=Lowering.EAGER)[1:] == (capture, ()), "it is bitwise"
 
@@ -233,7 +233,7 @@ def test_masks_are_computed_on_the_host_and_may_be_given_by_name() -> None:
         return F.scaled_dot_product_attention(query=y, key=x, value=x, attn_mask=mask)
 
     meta = TensorMeta(tuple(X.shape), X.dtype, X.stride(), device=torch.device("meta"))
-    assert told(handmade.traced(function, meta))[0] == [(False, True)] * 2
+    assert told(capturing.traced(function, meta))[0] == [(False, True)] * 2
 
 
 def _stepped(keys: Numbers, queries: Numbers, compare: Any, *, keys_first: bool) -> Mask:

@@ -19,7 +19,7 @@ from megacompile.ir.head import linear_cross_entropy
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.chunk import chunk_head, rows_of_a_chunk
 from megacompile.runtime.ops.head import bind_operators
-from tests import handmade
+from tests import capturing
 
 bind_operators()
 
@@ -30,7 +30,7 @@ IDS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=torch.Generator().man
 X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(4))
 WEIGHT = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(5)) / 4
 BIAS = torch.linspace(-1, 1, CLASSES)
-ROWS, ANY = (handmade.symbol(name) for name in ("b", "n"))
+ROWS, ANY = (capturing.symbol(name) for name in ("b", "n"))
 
 
 class Projection:
@@ -109,7 +109,7 @@ def made_of(loss: Loss, *inputs: Any, bias: bool = True) -> Capture:
     def function(x: Any, weight: Any, offset: Any, ids: Any) -> Any:
         return loss(Projection(weight, offset if bias else None), x, ids)
 
-    return handmade.traced(function, *(inputs or (X, WEIGHT, BIAS, IDS)))
+    return capturing.traced(function, *(inputs or (X, WEIGHT, BIAS, IDS)))
 
 
 def chunked(given: Capture, **options: Any) -> tuple[Capture, tuple[str, ...]]:
@@ -181,10 +181,10 @@ def changing(loss: Loss) -> Capture:
     def function(b: Any, n: Any, x: Any, weight: Any, offset: Any, ids: Any) -> Any:
         return loss(Projection(weight, offset), x, ids)
 
-    numbers = handmade.number("b", BATCH), handmade.number("n", LENGTH)
-    x = handmade.sized(TensorMeta.of(X), ROWS, ANY, WIDTH)
-    ids = handmade.sized(TensorMeta.of(IDS), ROWS, ANY)
-    return handmade.traced(function, *numbers, x, WEIGHT, BIAS, ids)
+    numbers = capturing.number("b", BATCH), capturing.number("n", LENGTH)
+    x = capturing.sized(TensorMeta.of(X), ROWS, ANY, WIDTH)
+    ids = capturing.sized(TensorMeta.of(IDS), ROWS, ANY)
+    return capturing.traced(function, *numbers, x, WEIGHT, BIAS, ids)
 
 
 @pytest.mark.parametrize("loss", [hf, shaped, permuted])

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.draws import pairwise
+from allpairspy import AllPairs
 
 pytest.importorskip("triton")
 
@@ -74,7 +73,7 @@ def check(of: Any, label_smoothing: float = 0.0, *, block: int = 256) -> None:
 
 @pytest.mark.parametrize(
     ("classes", "dtype", "weighted", "label_smoothing"),
-    pairwise([1, 255, 256, 257, 1000], [FP32, BF16, FP16], [True, False], [0.0, 0.1]),
+    list(AllPairs([[1, 255, 256, 257, 1000], [FP32, BF16, FP16], [True, False], [0.0, 0.1]])),
 )
 def test_kernel_and_autograd(
     classes: int, dtype: torch.dtype, weighted: bool, label_smoothing: float

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.zoo import diffusion, of_torch, packages, senses, texts
-from tests.zoo.entry import Entry
+from tests.zoo import diffusion, of_torch, senses, texts
+from tests.zoo.entry import Entry, prepare
 
-packages.prepare()  # before any other package imports torchvision
+prepare()  # before any other package imports torchvision
 
 FILES = (texts, senses, of_torch, diffusion)
 

@@ -18,8 +18,7 @@ import torch
 from tests.zoo import lengths, table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.compare import Result, compare
-from tests.zoo.entry import Entry, Family
-from tests.zoo.packages import PACKAGES, is_installed, version
+from tests.zoo.entry import PACKAGES, Entry, Family, is_installed, version
 
 INDUCTOR = 1e-3  # of the largest value: fused kernels add in another order
 PER_PROCESS = 12  # models; what a compiler keeps of them goes with the process

@@ -1,7 +1,12 @@
-"""What an architecture of the zoo is: how it is made, what it is called with, how exact it is."""
+"""What an architecture of the zoo is: how it is made, what it is called with, how exact it is; and
+the packages that the models come from."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +15,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.packages import is_installed
+PACKAGES = ("torch", "transformers", "torchvision", "timm", "diffusers")
+
+# What torchvision looks for when it is imported, with what it says of them itself.
+_OPERATORS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Is a package there?"""
+    return importlib.util.find_spec(package) is not None
+
+
+def version(package: str) -> str:
+    """The version of a package, without the part that says for which device it was built."""
+    return importlib.metadata.version(package).partition("+")[0]
+
+
+@functools.cache
+def prepare() -> None:
+    """Let torchvision be imported next to a torch that was built for another device: no model here
+    needs the operators at which its import stops."""
+    if not is_installed("torchvision"):
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError as failed:
+        if "torchvision::" not in str(failed):
+            raise
+        _library().define(_OPERATORS["nms"])
+        _library().define(_OPERATORS["qnms"])
+        importlib.import_module("torchvision")
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Kept: operators go with the object that has defined them."""
+    return torch.library.Library("torchvision", "FRAGMENT")
+
 
 Call = Mapping[str, Any]  # keyword inputs of a call
 BATCH, LENGTH, VOCABULARY = 2, 8, 64
