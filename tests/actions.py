@@ -55,8 +55,7 @@ class Stubs:
 
 
 def parse(line: str, **stubs: Any) -> Schedule:
-    """The schedule that prints as `line`, with the fields of `Stubs`. A compute gets the latest
-    prefetch of each bucket."""
+    """The schedule that prints as `line`; a compute gets the latest prefetch of each bucket."""
     forward_line, separator, backward_line = line.partition("|")
     stages = _stages(forward_line, Stubs(**stubs))
     again = set(re.findall(r"(\d+)RECOMPUTE", backward_line))
@@ -94,8 +93,7 @@ def waits(graph: fx.Graph) -> str:
 
 
 def frees(graph: fx.Graph) -> str:
-    """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)";
-    deferred, "~new2(after=...)"."""
+    """The actions and where each value dies: "3F -y2_0"; deferred, "~new2(after=...)"."""
     words = []
     for node in ops.nodes_of(graph):
         if node.target is ops.free:

@@ -143,8 +143,7 @@ def _bound(item: Any) -> GraphInput:
 
 
 def node(like: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call that torch.fx would make instead of noting it, in the graph that `like` is of; of
-    plain values, its result."""
+    """A call that torch.fx would make instead of noting it; of plain values, its result."""
     if isinstance(like, fx.Proxy):
         return like.tracer.create_proxy("call_function", function, args, kwargs)
     return function(*args, **kwargs)

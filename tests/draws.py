@@ -19,8 +19,7 @@ def drawn(always: Iterable[Any], others: Iterable[Any]) -> list[Any]:
 def examples(
     use: Callable[..., None], *drawn: st.SearchStrategy[Any], count: int, seed: int, shrink: bool
 ) -> None:
-    """Call a function with at most so many draws, by the seed alone; `shrink`: look for a smaller
-    draw by which it raises."""
+    """Call a function with at most so many draws, by the seed; `shrink` what raises."""
     settings = hypothesis.settings(
         max_examples=count,
         deadline=None,

@@ -196,7 +196,7 @@ def update_by(model: nn.Module, workers: Any) -> None:
 
 def want(model: nn.Module, *names: str, on_disk: Collection[str] = ()) -> None:
     """Let these buckets live on the device, and the states of others on the disk, from the next
-    call on, as if a plan wanted it."""
+    call."""
     keys = {bucket.layout.name: key for key, bucket in machine(model).buckets.items()}
     places = Places.of((keys[name] for name in names), (keys[name] for name in on_disk))
     compiler: Any = streamed(model).buckets.plans.compiler
@@ -237,8 +237,7 @@ def drop_disk_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) -> Iterator[None]:
-    """For its duration a function is called on the stream of each op, ahead of it; None: the ops
-    wait for nothing."""
+    """For its duration a function is called on the stream of each op, ahead of it."""
     streams: Any = machine(model).streams
     issue, outer = streams.issue, vars(streams).get("issue")
 

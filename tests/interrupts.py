@@ -140,8 +140,7 @@ def profiled(profile: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
-    """For its duration, this thread's calls of some functions are looked at before they begin,
-    until a look has raised."""
+    """For its duration, calls of some functions are looked at, until a look raises."""
     by_code = {function.__code__: look for function, look in looks.items()}
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

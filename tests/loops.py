@@ -53,8 +53,7 @@ class Loop:
         return tuple(name for name, has in _FEATURES.items() if has(self, net))
 
     def rounds(self, net: Net) -> bool:
-        """May a gradient be summed in another order than in the plain model? The uses in one call
-        are summed in its captured graph."""
+        """May a gradient be summed in another order than in the plain model?"""
         uses = collections.Counter(net.calls)
         tied = [*net.tied, *([self.tie] if self.tie else [])]
         several = bool(tied) or any(count > 1 for count in uses.values())

@@ -117,8 +117,8 @@ def built(
     slots: int = 2,
     **given: Any,
 ) -> Schedule:
-    """A chain of stages, each of which saves two tensors, with the plan of `rows`; `given` is that
-    of `planned`."""
+    """A chain of stages with the plan of `rows`, each of which saves two tensors; else as
+    `planned`."""
     buckets = {"resident": resident, "device_update": device_update}
     plan = rows(stages, keep, offload=offload, **buckets)
     line = " ".join(f"{i}F" for i in range(stages))

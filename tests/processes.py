@@ -30,8 +30,7 @@ trains_in_a_child = pytest.mark.skipif(
 def python(
     *arguments: str, folder: Path = ROOT, timeout_s: float = 300, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """What another process of this interpreter says, which ends well; `environ`: what it finds
-    beside the modules of this repository."""
+    """What another process of this interpreter says, which ends well."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -47,8 +46,7 @@ def python(
 def torchrun(
     module: str, *arguments: str, ranks: int, timeout_s: float, device: str = "cpu"
 ) -> None:
-    """Run a module in several processes that end, whatever happens. On device "cpu" they see no
-    GPU."""
+    """Run a module in several processes that end, whatever happens; on "cpu" they see no GPU."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", module, *arguments]

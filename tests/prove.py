@@ -126,8 +126,7 @@ def prove(
     shrink: bool = False,
     features: tuple[str, ...] = loops.FEATURES,
 ) -> Counts:
-    """Run `cases` cases, or a few more to complete the last model's; with `shrink`, raise the
-    smallest model that differs."""
+    """Run some cases; with `shrink`, raise the smallest model that differs."""
 
     def one(case: tuple[Net, Choice, Loop], first: int, counts: Counts) -> None:
         check(*case, interleavings, first, counts)

@@ -235,8 +235,7 @@ class Subject:
         return found + differences(self.wanted, got, rtol=self.rtol)
 
     def to_program_order(self) -> list[str]:
-        """Compare with this model in program order from now on, as some sums round differently;
-        gives how the plain one differs."""
+        """Compare with this model in program order from now on; gives how the plain one differs."""
         self.rtol = 1e-5
         found = self.wrong(InOrder())
         self._reset()

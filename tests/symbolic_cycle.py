@@ -43,8 +43,7 @@ class _Op:
 
 
 class Cycle:
-    """The runs of a schedule's graphs, laid out over streams and cells; raises `Crash` whatever the
-    streams do."""
+    """The runs of a schedule's graphs, laid out over streams and cells; raises `Crash`."""
 
     def __init__(self, schedule: Schedule, kind: Kind, *, accumulate: bool) -> None:
         self.machines: list[Machine] = []

@@ -31,8 +31,7 @@ Results = tuple[Run, tuple[Value, ...]]
 
 
 class Machine(Layout):
-    """Each op gives what it runs, and its value; their contracts are those of
-    `megacompile.ir.ops`."""
+    """Each op gives what it runs, and its value, by the contracts of `megacompile.ir.ops`."""
 
     def _begin(self) -> Result:
         return _nothing, None

@@ -171,8 +171,7 @@ def trainer(job: Job) -> Any:
 
 
 def accelerate(job: Job) -> Any:
-    """A loop with an `Accelerator`: `save_state`, `load_state`, `save_model`, and
-    `get_state_dict` for `save_pretrained`."""
+    """A loop with an `Accelerator`, by all of its ways to save and load."""
     from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
 
     accelerator = Accelerator(cpu=job.device == "cpu", gradient_accumulation_steps=MICRO)

@@ -30,8 +30,7 @@ class Applies(nn.Module):
 
 
 def in_a_row(function: Callable[..., Any], *, count: int = 2, width: int = 4, **named: Any) -> Any:
-    """Linear layers of one width, called `first`, `last` and, where there are three, `middle`; the
-    same each time."""
+    """Linear layers of one width: `first`, `last` and, of three, `middle`; the same each time."""
     torch.manual_seed(0)
     names = ("first", "last", "middle")[:count]
     layers = {name: nn.Linear(width, width) for name in names}

@@ -32,8 +32,7 @@ SEEDS = 20
 
 @contextlib.contextmanager
 def delayed(model: nn.Module, cycles: Callable[[Stream], int]) -> Iterator[list[int]]:
-    """For its duration every op of a model is preceded by a sleep on its stream; gives the cycles
-    so far."""
+    """For its duration a sleep precedes every op on its stream; gives the cycles so far."""
     slept: list[int] = []
 
     def sleep(stream: Stream) -> None:  # runs with `stream` as the current one
@@ -157,8 +156,7 @@ RACES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", RACES, ids=str)
 def test_delays_change_nothing(options: dict[str, Any]) -> None:
-    """Whatever op or stream is late, those that need it wait; host buffers are lent to the next
-    micro-batch."""
+    """Whatever is late, those that need it wait; host buffers are lent to the next micro-batch."""
     plain, model = twins(**options)
     wanted = gradients(plain, 3)
     assert_equal(wanted, gradients(model, 3), "no delays")

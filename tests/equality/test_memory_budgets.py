@@ -80,8 +80,7 @@ def on_disk(model: Any, what: str = "weights") -> set[str]:
 
 @dataclass(frozen=True)
 class Row:
-    """A budget, and how many buckets have parameters on the disk: when megacompile() returns, and
-    behind the first call."""
+    """A budget, and how many buckets have parameters on the disk: at first, and after a call."""
 
     share: float  # of the parameters, that the host holds
     at_once: range = range(1)

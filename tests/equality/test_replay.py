@@ -305,8 +305,7 @@ def test_replays_change_nothing(loop: Loop) -> None:
 
 
 class Parts(nn.Module):
-    """Results that leave memory out, or have an element in several places; one goes to a second
-    graph, whose code relies on its strides."""
+    """Results that leave memory out, or have an element in several places."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -278,8 +278,7 @@ def text(value: Any) -> bytes:
 
 
 def reads(path: Path) -> bool:
-    """Is a checkpoint read? Then it is whole. Else it is refused in a line that names the
-    folder."""
+    """Is a checkpoint read, whole? Else it is refused in a line that names the folder."""
     with torch.device("meta"):
         model = Pair()
     try:

@@ -47,7 +47,7 @@ def annealed(*, inplace: bool = False) -> Any:
 
 class Mix(nn.Module):
     """As the attention of an autoencoder: the stride of its batch of one is that of the sum's
-    kernel, and no fake one's."""
+    kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +163,7 @@ def expert_calls() -> list[tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Row:
-    """A model, the calls that it is trained with, and how many schedules and templates there are
-    then."""
+    """A model, the calls that it is trained with, and its schedules and templates then."""
 
     model: Callable[[], nn.Module]
     calls: Callable[[], Iterable[tuple[Any, ...]]]

@@ -375,8 +375,7 @@ def change(layer: nn.Module) -> None:
 
 
 def changed_too_late(m: Any, x: Tensor) -> Tensor:
-    """In eager code, after the layer was run and before its backward. The recompute would take the
-    changed weight."""
+    """In eager code, after the layer was run: the recompute would take the changed weight."""
     x = m.middle(m.first(x))
     change(m.middle)
     return m.last(x).square().mean()

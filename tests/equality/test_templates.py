@@ -243,8 +243,7 @@ def test_a_traceback_shows_the_line_of_the_schedule() -> None:
 
 
 def ranges(model: nn.Module, folder: Path) -> Counter[str]:
-    """The ranges of a step that have the form of a label, after a space: the profiler's tables
-    demangle "1F"."""
+    """The ranges of a step that have the form of a label, after a space."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         step(model, batch())
     path = folder / "trace.json"

@@ -88,8 +88,7 @@ def _train(program: Any, start: Callable[[Any], Any], now: bool) -> Seen:
 
 
 def plain(path: Path, setting: Setting, *, now: bool = True) -> Seen:
-    """Run a program without megacompile; `now`: its changes in place come between a forward and its
-    backward, not after it."""
+    """Run a program alone; `now`: its changes in place come between a forward and its backward."""
     program = _load(path, setting.device)
     return _train(program, lambda model: model.to(setting.device), now)
 

@@ -40,8 +40,7 @@ def streamed() -> nn.Module:
 
 
 def trained(model: nn.Module) -> float:
-    """Behind three sizes, of which the second is captured with a symbol; the sum of the gradients
-    of the first, which waits for its code."""
+    """Behind three sizes, one captured with a symbol; the gradients of the first, added."""
     sums = []
     for rows in (4, 6, 7):
         model(torch.linspace(-1, 1, rows * 8).view(rows, 8)).square().sum().backward()

@@ -43,8 +43,7 @@ class Run:
         return inside.backends(self.model)
 
     def code(self) -> tuple[int, int, int]:
-        """The updates that this process has found, those among them that were compiled beside it,
-        and those that it has compiled."""
+        """The updates found, those among them that were compiled in another process, and here."""
         counts = explain(self.model, changes=False).code.get("updates in C++")
         return (counts.found, counts.beside, counts.made) if counts else (0, 0, 0)
 

@@ -38,8 +38,7 @@ def assert_gradients_close(plain: nn.Module, streamed: nn.Module, places: float 
 
 
 class Annealed(nn.Module):
-    """A size that is an expression, a temperature, a weight of a loss, and a scale that a counter
-    makes."""
+    """A size that is an expression, a temperature, a weight of a loss, and a counted scale."""
 
     def __init__(self) -> None:
         super().__init__()

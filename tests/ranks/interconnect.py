@@ -47,8 +47,7 @@ class Interconnect:
         self._error: BaseException | None = None
 
     def run(self, bodies: Sequence[Callable[[], T]], seed: int) -> list[T]:
-        """Run what each rank does, until all are done; raises the error of the first rank that
-        raised."""
+        """Run what each rank does, until all are done; raises the first rank's error."""
         self._random.seed(seed)
         self._running, self._error = set(range(self.count)), None
         self._arrived.clear()
@@ -76,8 +75,7 @@ class Interconnect:
         return [results[rank] for rank in range(self.count)]
 
     def exchange(self, rank: int, what: object, value: Any) -> list[Any]:
-        """What each rank gives in a collective, by rank; `what`, its kind and size, must be the
-        same in all."""
+        """What each rank gives in a collective, by rank; `what` must be the same in all."""
         with self._turns:
             self._arrived[rank] = what, value
             if len(self._arrived) == self.count and self._error is None:

@@ -29,8 +29,7 @@ ROWS = 8  # of all ranks together
 
 
 class Loop:
-    """A model that is trained, in one of `ranks` that share it by `mesh`, or as the plain one of
-    all."""
+    """A model that is trained, in one of `ranks` that share it, or as the plain one of all."""
 
     def __init__(self, net: type[nn.Module], mesh: Any, ranks: int, **options: Any) -> None:
         torch.manual_seed(0)

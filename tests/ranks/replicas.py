@@ -205,8 +205,7 @@ def refused(kind: str) -> Check:
 
 
 def announced(here: Here) -> None:
-    """A loop of Accelerate says which micro-batch is the last, and a step comes before that all the
-    same: with `optimizer=` too."""
+    """A loop of Accelerate says which micro-batch is the last; a step comes before that."""
 
     class GradientState:  # as in Accelerate, one for the process
         sync_gradients = False
@@ -234,8 +233,7 @@ def small(here: Here, *, in_backward: bool) -> tuple[Any, AdamW, Tensor]:
 
 
 def traced(*, in_backward: bool) -> Check:
-    """In a step of two micro-batches both sum over the ranks that shard, and the last over
-    replicas."""
+    """Both micro-batches sum over the ranks that shard, and the last over replicas."""
 
     def once(here: Here) -> None:
         model, optimizer, x = small(here, in_backward=in_backward)

@@ -33,8 +33,7 @@ Make = Callable[[nn.Module], Optimizer]
 
 
 class Tied(nn.Module):
-    """A layer under two names, a buffer, and one that is not saved. Some parameters have states in
-    8 bits where these are asked for."""
+    """A layer under two names, a buffer that is not saved, small parameters."""
 
     def __init__(self) -> None:
         super().__init__()

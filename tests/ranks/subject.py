@@ -137,8 +137,7 @@ class RankSubject:
 
     @property
     def rounds(self) -> bool:
-        """Is it equal to the plain ranks but for rounding? Of two calls, ranks average each; the
-        plain ones their sum."""
+        """Is it equal to the plain ranks but for rounding? Of two calls, ranks average each."""
         return self.choice.in_backward or self.loop.twice
 
     @property
@@ -150,8 +149,7 @@ class RankSubject:
         return sum(rank.device.memory.poisoned for rank in self.ranks)
 
     def wrong(self, policy: Callable[[int], adversary.Policy], seed: int) -> list[str]:
-        """What one interleaving gives that is not as it should be, by the policy of each rank and
-        the seed of who comes first."""
+        """What one interleaving gives that is not as it should be."""
         got = self._train(policy, seed)
         pairs = zip(self.wanted, got, strict=True)
         return [
@@ -166,8 +164,7 @@ class RankSubject:
         return self.wrong(lambda rank: adversary.Random(seeds[rank]), seed)
 
     def to_program_order(self) -> list[str]:
-        """Compare with these ranks in program order from now on, as some sums round differently;
-        gives how the plain ones differ."""
+        """Compare with program order from now on; gives how the plain ranks differ."""
         self.rtol = 1e-5
         found = self.wrong(lambda _: InOrder(), 0)
         self.wanted = self._train(lambda _: InOrder(), 0)

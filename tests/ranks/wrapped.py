@@ -139,8 +139,7 @@ def trains(
     hooked: bool = False,
     **options: Any,
 ) -> Check:
-    """Clipped AdamW steps are those of plain DDP, in every bit; with `hooked`, of one whose
-    communication has a hook, and of an optimizer that divides its states."""
+    """Clipped AdamW steps are those of plain DDP; `hooked`: with communication hooks."""
 
     def as_plain(here: Here) -> None:
         plain, ours = twins(kind)
@@ -171,8 +170,7 @@ def trains(
 
 
 def passes_through(here: Here) -> None:
-    """Around a model that ranks share, with its buffers, `no_sync()` and evaluation in between; its
-    state dicts are whole."""
+    """Around a model that ranks share, with buffers, `no_sync()` and evaluation in between."""
     plain, ours = twins(Normed)
     megacompile(ours, mesh=here.mesh, device="cpu")
     options: Any = {"find_unused_parameters": True, "gradient_as_bucket_view": True}

@@ -85,8 +85,7 @@ def late(model: Any) -> Late:
 
 
 class AtCall:
-    """Raises `error` where a function of ours is called for the n-th time, as by memory that runs
-    out."""
+    """Raises `error` where a function of ours is called for the n-th time."""
 
     def __init__(self, name: str, left: int, error: BaseException) -> None:
         self.name, self.left, self.error = name, left, error

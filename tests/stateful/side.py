@@ -52,8 +52,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers of one shape, a head, and a parameter without a use; with `breaks`, two captured
-    graphs."""
+    """Layers of one shape, a head, and a parameter without a use; maybe a graph break."""
 
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
@@ -103,8 +102,7 @@ class Planted(Exception):
 
 
 class Side:
-    """A model, captured once, and what a loop has around it; `updates`: the optimizer that the
-    backward updates for, on the other side too."""
+    """A model, captured once, and what a loop has around it, like the optimizer of a backward."""
 
     def __init__(self, model: Any, *, compiled: bool, updates: Optimizer | None = None) -> None:
         self.model, self.compiled, self.updates = model, compiled, updates

@@ -48,8 +48,7 @@ class Pair(nn.Module):
 
 
 def assert_streamed(model: nn.Module, *, strict: bool = False) -> None:
-    """Each parameter lies in a bucket, under the name that it has now; `strict`: and no captured
-    graph takes one as a plain input."""
+    """Each parameter lies in a bucket, under its name; `strict`: and is no plain input."""
     named = [
         (place.name, id(param))
         for bucket in inside.buckets(model).values()

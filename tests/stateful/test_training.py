@@ -94,8 +94,7 @@ class Pair:
 
 
 def act(name: str, *draws: Any, first: str = "", when: Any = lambda self: True) -> Any:
-    """A rule that does what `Side` calls so, with arguments that are drawn, after what `first`
-    names; `when` it may be drawn."""
+    """A rule that does what `Side` calls so, after what `first` names; `when` it may be drawn."""
 
     def run(self: Any, given: tuple[Any, ...]) -> None:
         for each in first.split():

@@ -157,8 +157,7 @@ Y = capturing.sized(X, ROWS, 6)  # X, with any number of rows
 
 
 def told(values: Values) -> dict[str, Any]:
-    """All of it, storages by who has them; without what an autocast region is, which is a new
-    object in each run."""
+    """All of it, storages by who has them; without the object of an autocast region."""
     holders: dict[int, set[str]] = defaultdict(set)
     for n, keys in values.storages.items():
         for key in keys:

@@ -150,8 +150,7 @@ OPERATORS |= {operator.add, operator.sub, operator.and_}
 
 
 def both_ways(mask: Mask) -> list[Capture]:
-    """With operators, and with methods: so does the Dynamo of torch 2.11 write some of them, as
-    `a.__eq__(b)`."""
+    """With operators, and with methods: Dynamo of torch 2.11 writes some, as `a.__eq__(b)`."""
     made = [fixed(mask, uses=2) for _ in range(2)]
     for node in made[1].module.graph.nodes:
         method = f"__{getattr(node.target, '__name__', '').strip('_')}__"

@@ -251,8 +251,7 @@ DTYPE = torch.float16  # of its own, as what there is already is not asked for a
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Call it with what each process does, a line of sh. Inductor's caches are empty, and stages
-    are graphs as they are."""
+    """Call it with what each process does, a line of sh; Inductor's caches are empty."""
     script = tmp_path / "python"
 
     def does(line: str) -> None:

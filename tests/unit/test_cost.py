@@ -57,7 +57,7 @@ def found(
 
 
 def of_kind(kind: str, analysis: Any) -> list[Any]:
-    """Kernels that the matrix units bound, alone ("PRODUCT") or with softmax ("ATTENTION"), or
+    """Kernels that matrix units bound, alone ("PRODUCT") or with softmax ("ATTENTION"), or
     "MEMORY"."""
     return [kernel for kernel in analysis.kernels if kernel.kind.name == kind]
 

@@ -25,8 +25,7 @@ Machine = Callable[..., None]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Sets the GiB that are free, and the files of the system that `host_memory` reads: of GiB, or
-    text."""
+    """Sets the GiB that are free, and the system's files that `host_memory` reads."""
     read = Path.read_text
 
     def elsewhere(path: Path, *args: Any, **given: Any) -> str:

@@ -177,8 +177,7 @@ def is_private(name: str) -> bool:
 
 
 def private_torch_faults(source: str) -> list[str]:
-    """Where a source imports or names a private part of torch, under whatever name it has it, but
-    for operators below `torch.ops`."""
+    """Where a source imports or names a private part of torch, but for `torch.ops`."""
     names: dict[str, str] = {}  # local name -> what of torch it is
     used: list[tuple[int, str]] = []
     for node in nodes(source):
@@ -224,8 +223,7 @@ def names_of_torch() -> set[str]:
 
 
 def private_attribute_faults(source: str) -> list[str]:
-    """Where a source reads or sets a private attribute, of something else than `self`, that torch's
-    objects have."""
+    """Where a source reads or sets a private attribute of torch's objects, but of `self`."""
     faults = []
     for node in nodes(source):
         if isinstance(node, ast.Attribute):

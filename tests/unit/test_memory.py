@@ -22,8 +22,7 @@ _COMPUTES = (ops.forward, ops.recompute, ops.backward)
 
 
 def replay(schedule: Schedule) -> list[int]:
-    """Total bytes at each op that makes memory: values live from there to their last `free`.
-    Written without the code under test."""
+    """Total bytes at each op that makes memory, without the code under test."""
     slots = sum(slot.size_bytes for slot in schedule.slots)
     inputs = sum(_size(n) for n in schedule.forward.find_nodes(op="placeholder"))
     alive: dict[str, int] = {}  # the name of what owns memory -> bytes

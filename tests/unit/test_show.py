@@ -111,8 +111,7 @@ def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
 
 
 def check(schedule: Schedule, name: str) -> None:
-    """A graph's code makes the graph's calls, returns its results, and drops freed values before
-    the next call."""
+    """A graph's code makes its calls, returns its results, and drops freed values in time."""
     recorder, returned = run(schedule, name)
     calls: list[tuple[object, ...]] = []
     names: dict[fx.Node, Any] = {}

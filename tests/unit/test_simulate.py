@@ -133,8 +133,8 @@ class OfOne(Schedule):
 
 
 def trained(helped: tuple[int, ...] = ()) -> Schedule:
-    """Two buckets of 2 GB: forward and backward 1 s each, gradients offloaded; the host updates
-    both, and the device may help."""
+    """Two buckets of 2 GB: forward and backward 1 s each; the host updates both, or the device
+    helps."""
     forward, backward, update = Graph(), Graph(), Graph(begins=False)
     for key in (0, 1):
         token = forward.token(key, Part.WEIGHTS)

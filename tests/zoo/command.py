@@ -25,8 +25,7 @@ PER_PROCESS = 12  # models; what a compiler keeps of them goes with the process
 
 
 def run(name: str, *, gpu: bool = False, tiles: int = 1) -> tuple[str, Result | str]:
-    """Compare one entry, bitwise on the CPU or with Inductor on a GPU, or up to rounding in tiles;
-    gives its name, and the traceback where it fails."""
+    """Compare one entry; gives its name, and the traceback where it fails."""
     torch.set_num_threads(1)
     try:
         if gpu:
@@ -43,8 +42,7 @@ def tolerance(entry: Entry, *, inductor: bool) -> float:
 
 
 def faults(entry: Entry, result: Result, *, gpu: bool = False, tiles: int = 1) -> list[str]:
-    """What is wrong with an entry's result: on a GPU the numbers alone, since the page's breaks are
-    those of the packages here."""
+    """What is wrong with an entry's result; on a GPU the numbers alone."""
     found = []
     may_be = tolerance(entry, inductor=gpu or tiles > 1)
     if result.error > may_be:

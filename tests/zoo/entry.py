@@ -37,8 +37,7 @@ def version(package: str) -> str:
 
 @functools.cache
 def prepare() -> None:
-    """Let torchvision be imported next to a torch that was built for another device: no model here
-    needs the operators at which its import stops."""
+    """Let torchvision be imported next to a torch for another device."""
     if not is_installed("torchvision"):
         return
     try:
