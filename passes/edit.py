@@ -100,6 +100,18 @@ def extracted(
 # --- schedules
 
 
+def copied(schedule: Schedule) -> tuple[Schedule, fx.Graph]:
+    """A copy of a schedule, and its backward."""
+    new = schedule.copy()
+    assert new.backward is not None
+    return new, new.backward
+
+
+def last_item(call: fx.Node) -> fx.Node:
+    """The last `getitem` of an op's results, or the op itself."""
+    return max((item for _, item in ops.items(call)), default=call)
+
+
 def body_of(graph: fx.Graph) -> fx.Node:
     """The first node of a graph after its placeholders."""
     body: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
@@ -165,26 +177,22 @@ class Placeholders:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         existing: list[fx.Node] = graph.find_nodes(op="placeholder")
-        self._by_name = {str(node.target): node for node in existing}
-
-    def find(self, name: str) -> fx.Node | None:
-        """The placeholder of this name, if there is one."""
-        return self._by_name.get(name)
+        self.by_name = {str(node.target): node for node in existing}
 
     def of(self, source: fx.Node) -> fx.Node:
         """The placeholder of a saved value; a new one becomes the first node."""
-        if source.name not in self._by_name:
+        if source.name not in self.by_name:
             with self.graph.inserting_before(next(iter(self.graph.nodes))):
                 made: fx.Node = self.graph.placeholder(source.name)
             made.meta["value"] = source.meta.get("value")
-            self._by_name[source.name] = made
-        return self._by_name[source.name]
+            self.by_name[source.name] = made
+        return self.by_name[source.name]
 
     def replace(self, placeholder: fx.Node, value: fx.Node) -> None:
         """Replace a placeholder by `value` and erase it."""
         placeholder.replace_all_uses_with(value)
         self.graph.erase_node(placeholder)
-        del self._by_name[str(placeholder.target)]
+        del self.by_name[str(placeholder.target)]
 
 
 def set_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from megacompile.compat.caches import code_cache, counted
 from megacompile.compat.graphs import copy_graph
+from megacompile.compat.operators import define_taking, taken_tensors
 from megacompile.compat.tensors import without_autocast
 
 Tensors = Sequence[torch.Tensor]
@@ -291,12 +293,16 @@ def packed_graph(module: fx.GraphModule) -> bytes:
     if any("unbacked_bindings" in node.meta for node in module.graph.nodes):
         raise ValueError("a size in the graph depends on data")
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
-    return GraphPickler.dumps(fx.GraphModule(module, copy_graph(module.graph)), options)
+    graph = GraphPickler.dumps(fx.GraphModule(module, copy_graph(module.graph)), options)
+    return pickle.dumps((taken_tensors(module.graph), graph))
 
 
 def unpacked_graph(given: bytes) -> fx.GraphModule:
     """The graph of `packed_graph`, without its nodes' values."""
-    module = GraphPickler.loads(given, FakeTensorMode(shape_env=ShapeEnv()))
+    operators, graph = pickle.loads(given)
+    for name, names in operators:
+        define_taking(name, names)
+    module = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(module, fx.GraphModule)
     return module
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._library.custom_ops import OPDEFS
 from torch.utils import _pytree
 
 
@@ -54,71 +52,6 @@ def is_torchs(target: Any) -> bool:
     if isinstance(getattr(target, "__self__", None), type):
         target = target.__self__  # `apply` of an `autograd.Function`
     return (getattr(target, "__module__", None) or "").partition(".")[0] in _TORCHS
-
-
-@dataclass(frozen=True)
-class CustomOperator:
-    """An operator of `torch.library.custom_op` with a backward in Python.
-
-    Each input and output is one tensor or none: no list contains tensors.
-    """
-
-    operator: Any
-    backward: Callable[..., Any]  # (ctx, *gradients of outputs) -> gradients of inputs
-    setup: Callable[..., Any] | None
-
-    @property
-    def inputs(self) -> list[str]:
-        """The schema's text of each input, without the keyword-only mark and defaults: the
-        dispatcher drops arguments that equal a default."""
-        names = [item.name for item in self.operator._schema.arguments]
-        text = str(self.operator._schema)
-        found = [re.search(rf"[^\s,(]+ {re.escape(name)}(?=[=,)])", text) for name in names]
-        return [item.group() for item in found if item is not None]
-
-    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """All arguments of a call, in the order of the schema."""
-        return [
-            args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-            for i, argument in enumerate(self.operator._schema.arguments)
-        ]
-
-    def call(self, arguments: Sequence[Any]) -> Any:
-        """Call the operator with `arguments`."""
-        return self.operator(*self.placed(arguments), **self._named(arguments))
-
-    def set_up(self, ctx: Any, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Store the backward's inputs in `ctx`."""
-        if self.setup is None:
-            return
-        named = self._named(arguments)
-        output = tuple(outputs) if len(self.operator._schema.returns) > 1 else outputs[0]
-        also = {"keyword_only_inputs": named} if named else {}
-        self.setup(ctx=ctx, inputs=tuple(self.placed(arguments)), output=output, **also)
-
-    def placed(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the positional arguments."""
-        pairs = zip(self.operator._schema.arguments, values, strict=True)
-        return [value for argument, value in pairs if not argument.kwarg_only]
-
-    def _named(self, values: Sequence[Any]) -> dict[str, Any]:
-        pairs = zip(self.operator._schema.arguments, values, strict=True)
-        return {argument.name: value for argument, value in pairs if argument.kwarg_only}
-
-
-def custom_operator(target: Any) -> CustomOperator | None:
-    """The `CustomOperator` of a node's target; None for other targets."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, "default", None)
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return None
-    known = OPDEFS.get(target.name())
-    if known is None or known._backward_fn is None:
-        return None
-    types = [str(item.type) for item in (*target._schema.arguments, *target._schema.returns)]
-    if any("Tensor" in kind and "List" in kind for kind in types):
-        return None
-    return CustomOperator(target, known._backward_fn, known._setup_context_fn)
 
 
 def is_random(node: fx.Node) -> bool:
@@ -256,7 +189,7 @@ def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
     _, text = str(schema).split("(", 1)
     text = _DEFAULT.sub("", text).replace("*, ", "")
     for name in names:
-        text, found = re.subn(rf"\b(Scalar|float)\??( {name}[,)])", r"Tensor\2", text)
+        text, found = re.subn(rf"\b(Scalar|float|Tensor)\??( {name}[,)])", r"Tensor\2", text)
         if not found:
             return None
     own = re.sub(r"\W+", "_", f"{target}_of_{'_and_'.join(names)}")
@@ -270,12 +203,30 @@ def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
         return target(*values[: len(values) - len(named)], **named)
 
     _LIBRARY.impl(own, functools.partial(run, torch.Tensor.item), "CompositeExplicitAutograd")
-    fake = functools.partial(run, lambda tensor: 0.5)  # no shape depends on it
+    fake = functools.partial(run, lambda tensor: _LIKE[tensor.dtype])  # no shape depends on it
     torch.library.register_fake(f"megacompile::{own}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.megacompile, own).default
+    made = getattr(torch.ops.megacompile, own).default
+    _TAKING[made] = target, names
+    return made
+
+
+def taken_tensors(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
+    """The arguments that `define_taking` needs in another process for this graph's operators."""
+    found = [_TAKING[node.target] for node in graph.nodes if node.target in _TAKING]
+    return [(target.name(), names) for target, names in dict.fromkeys(found)]
+
+
+def define_taking(name: str, names: tuple[str, ...]) -> None:
+    """Define `taking_tensors` of the operator with this qualified name."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    packets = getattr(torch.ops, namespace)
+    taking_tensors(getattr(getattr(packets, packet), overload or "default"), names)
 
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
+_TAKING: dict[Any, tuple[Any, tuple[str, ...]]] = {}  # operator -> its `taking_tensors`
+_LIKE = {torch.float64: 0.5, torch.int64: 1, torch.bool: True}
 _DEFAULT = re.compile(r"=(\[[^]]*\]|[^,)]+)")
 
 

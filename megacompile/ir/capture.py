@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, Param
 from megacompile.ir.keys import constant_key
 from megacompile.ir.symbols import Number, planned_of
 from megacompile.ir.tensors import TensorMeta
@@ -25,6 +25,11 @@ class ParamInput:
     bucket: Bucket
     param: int  # index into bucket.params
     requires_grad: bool
+
+    @property
+    def info(self) -> Param:
+        """The parameter."""
+        return self.bucket.params[self.param]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,11 @@ class TensorMeta:
         return replace(self, shape=shape, stride=stride)
 
     @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Its shape: ints, and expressions of symbols for sizes that change."""
+        return self.shape if self.symbolic is None else self.symbolic.shape
+
+    @property
     def overlaps_itself(self) -> bool:
         """True if some of its elements share an address."""
         end = 1  # beyond the reach of the smaller strides

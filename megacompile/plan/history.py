@@ -17,7 +17,7 @@ from megacompile.ir.capture import Capture
 from megacompile.ir.schedule import PassRecord, Schedule
 
 SchedulePass = tuple[str, Callable[[Schedule], Schedule]]
-CapturePass = tuple[str, Callable[[Capture], tuple[Capture, tuple[str, ...]]]]
+CapturePass = tuple[str, Callable[[Capture], Capture | tuple[Capture, tuple[str, ...]]]]
 
 
 def run(schedule: Schedule, passes: Sequence[SchedulePass]) -> Schedule:
@@ -73,7 +73,8 @@ def run_on_capture(capture: Capture, passes: Sequence[CapturePass]) -> Rewritten
     history: tuple[PassRecord, ...] = ()
     for name, function in passes:
         start = time.perf_counter()
-        after, why = function(capture)
+        result = function(capture)
+        after, why = (result, ()) if isinstance(result, Capture) else result
         record = PassRecord(
             name=name,
             before=_called(capture),

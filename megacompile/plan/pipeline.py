@@ -23,7 +23,12 @@ from megacompile.ir.plan import Choice, Plan, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
-from megacompile.passes.capture.calls import fold_vmaps, take_grouped_products, take_numbers
+from megacompile.passes.capture.calls import (
+    fold_vmaps,
+    inline_checkpoints,
+    take_grouped_products,
+    take_numbers,
+)
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.inputs import rebase_overlaps, unpack
@@ -110,11 +115,12 @@ class Pipeline:
         capture, reasons, history = run_on_capture(
             capture,
             [
-                ("unpack", lambda given: (unpack(given), ())),
-                ("numbers", lambda given: (take_numbers(given), ())),
-                ("vmaps", lambda given: (fold_vmaps(given), ())),
-                ("experts", lambda given: (take_grouped_products(given, options.device), ())),
-                ("rebase", lambda given: (rebase_overlaps(given), ())),
+                ("checkpoints", inline_checkpoints),
+                ("unpack", unpack),
+                ("numbers", take_numbers),
+                ("vmaps", fold_vmaps),
+                ("experts", functools.partial(take_grouped_products, device=options.device)),
+                ("rebase", rebase_overlaps),
                 ("causal", causal),
                 *self._loss_passes(),
                 ("chunk", chunk),

@@ -1,26 +1,30 @@
-"""Integer tensors with symbolic sizes, as formulas of their indices.
+"""Integer tensors as formulas of their indices.
 
     torch.arange(n)[:, None] + 3        base 3, steps (1, 0): the value at [i, j] is 3 + i
 
-A mask of unknown length is built from such tensors. The formulas determine the result of a
-comparison: `keys <= queries` is causal if it is `j <= i` for all lengths. If the result depends on
-the length (a window longer than the context), it is decided for the planned length and becomes a
-condition of the program.
+Attention masks are made of such tensors. The formulas determine the result of a comparison:
+`keys <= queries` is causal if it is `j <= i`, for one length or for all. If the result depends on a
+symbolic length (a window longer than the context), it is decided for the planned length and becomes
+a condition of the program.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
-import torch
 
 from megacompile.ir.symbols import Values
 
-_INTEGERS = (torch.int64, torch.bool)
+Shape = tuple[Any, ...]  # ints, and expressions of the symbols
+CAUSAL = object()  # a mask that allows each query (second-to-last dimension) the keys up to its own
+COMPARISONS = frozenset({"le", "lt", "ge", "gt", "eq", "ne"})
+
+
+class Unknown(Exception):
+    """Raised if no formula is known for a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,16 @@ class Affine:
     """The value at an index is `base` plus the sum of step times coordinate."""
 
     base: Any  # an int, or an expression of the symbols
-    steps: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(value: Any) -> Affine:
+        """A formula unchanged; the formula of a number. Raises `Unknown` for anything else."""
+        if isinstance(value, Affine):
+            return value
+        if isinstance(value, int) or (isinstance(value, sympy.Basic) and value.is_integer):
+            return Affine(value)
+        raise Unknown
 
     @property
     def constant(self) -> int | None:
@@ -47,9 +60,10 @@ class Affine:
         base = sympy.expand(self.base + times * other.base)
         return Affine(base, tuple(a + times * b for a, b in pairs))
 
-
-class Unknown(Exception):
-    """Raised if no formula is known for a value."""
+    def end(self, shape: Shape, side: Callable[[int, int], int]) -> Any:
+        """The least (`side` is min) or largest (max) value of a tensor of this shape."""
+        pairs = zip(self.steps, shape[len(shape) - len(self.steps) :], strict=True)
+        return self.base + sum(side(0, step) * (size - 1) for step, size in pairs)
 
 
 @dataclass(slots=True)
@@ -75,62 +89,52 @@ class Conditions:
         return True
 
 
-def of_tensor(tensor: torch.Tensor) -> Affine:
-    """The formula of a known tensor.
+def compared(name: str, left: Any, right: Any, shape: Shape, conditions: Conditions) -> Any:
+    """The value of a comparison of formulas or numbers: a constant, or `CAUSAL`.
 
     Raises:
-        Unknown: it has none.
+        Unknown: it is neither for all values of the symbols.
     """
-    if tensor.dtype not in _INTEGERS or not tensor.numel():
-        raise Unknown
-    numbers = tensor.long()
-    base = numbers[(0,) * numbers.dim()]
-    steps, made = [], base
-    for dim, size in enumerate(numbers.shape):
-        step = numbers.select(dim, 1)[(0,) * (numbers.dim() - 1)] - base if size > 1 else base * 0
-        shape = [-1 if d == dim else 1 for d in range(numbers.dim())]
-        made = made + step * torch.arange(size).view(shape)
-        steps.append(int(step))
-    if not torch.equal(made.expand(numbers.shape), numbers):
-        raise Unknown
-    return Affine(int(base), tuple(steps))
+    # non-negative exactly where the comparison is true; for equality, the difference
+    large, small = (left, right) if name in ("ge", "gt") else (right, left)
+    seen = Affine.of(large).plus(Affine.of(small), -1).of_rank(len(shape))
+    if name in ("lt", "gt"):
+        seen = Affine(seen.base - 1, seen.steps)
+    if name in ("eq", "ne"):
+        if seen.constant is None:
+            raise Unknown
+        return _filled(shape, (seen.constant == 0) == (name == "eq"))
+    if len(shape) > 1:
+        *others, rows, columns = seen.steps
+        if not any(others) and rows > 0 and rows + columns == 0:
+            first = sympy.sympify(seen.base)
+            if conditions.decide(first >= 0) and conditions.decide(first < rows):
+                return CAUSAL
+    if conditions.decide(seen.end(shape, min) >= 0):
+        return _filled(shape, 1)
+    if seen.constant is not None:
+        return _filled(shape, 0)
+    raise Unknown
 
 
-def computed(name: str, args: Sequence[Any], kwargs: dict[str, Any], rank: int) -> Affine:
+def computed(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Shape) -> Affine:
     """The formula of the result of a function of formulas and numbers.
 
     Args:
         name: of the function, without underscores around it.
         args: formulas, ints, expressions of symbols, and other call arguments.
-        rank: dimensions of the result.
+        shape: of the result.
 
     Raises:
         Unknown: no formula exists or is known.
     """
     named = {k: v for k, v in kwargs.items() if k not in ("device", "dtype", "pin_memory")}
-    make = _FUNCTIONS.get(name)
-    if make is None:
-        raise Unknown
     try:
-        found: Affine = make(rank, *args, **named)
-    except (TypeError, IndexError, ValueError) as error:  # an unknown form of the call
+        found = FORMULAS[name](shape, *args, **named).of_rank(len(shape))
+    except (KeyError, TypeError, IndexError, ValueError) as error:  # an unknown form of the call
         raise Unknown from error
-    return found
-
-
-def as_affine(value: Any) -> Affine:
-    """A formula unchanged; the formula of a number.
-
-    Raises:
-        Unknown: it is neither.
-    """
-    if isinstance(value, Affine):
-        return value
-    if isinstance(value, sympy.Basic) and value.is_integer:
-        return Affine(value, ())
-    if type(value) is int:
-        return Affine(value, ())
-    raise Unknown
+    pairs = zip(found.steps, shape, strict=True)
+    return Affine(found.base, tuple(0 if size == 1 else step for step, size in pairs))
 
 
 def _literal(value: Any) -> int:
@@ -139,58 +143,65 @@ def _literal(value: Any) -> int:
     raise Unknown
 
 
-def _arange(rank: int, *args: Any, **named: Any) -> Affine:
-    start, step = named.pop("start", 0), named.pop("step", 1)
-    named.pop("end", None)
+def _constant(value: Any) -> int:
+    constant = Affine.of(value).constant
+    if constant is None:
+        raise Unknown
+    return constant
+
+
+def _filled(shape: Shape, value: int) -> Affine:
+    return Affine(int(value), (0,) * len(shape))
+
+
+def _arange(shape: Shape, *args: Any, start: Any = 0, end: Any = None, step: Any = 1) -> Affine:
     if len(args) > 1:
         start, step = args[0], args[2] if len(args) > 2 else step
-    if named:
-        raise Unknown
-    return Affine(as_affine(start).base, (_literal(step),))
+    return Affine(Affine.of(start).base, (_literal(step),))
 
 
-def _sum(times: int) -> Callable[..., Affine]:
-    def make(rank: int, left: Any, right: Any) -> Affine:
-        return as_affine(left).plus(as_affine(right), times)
-
-    return make
-
-
-def _product(rank: int, left: Any, right: Any) -> Affine:
-    one, other = (as_affine(left), as_affine(right))
+def _product(shape: Shape, left: Any, right: Any) -> Affine:
+    one, other = Affine.of(left), Affine.of(right)
     if one.constant is None:
         one, other = other, one
-    if one.constant is None:
+    factor = _constant(one)
+    return Affine(factor * other.base, tuple(factor * s for s in other.steps))
+
+
+def _floordiv(shape: Shape, left: Any, right: Any) -> Affine:
+    x, by = Affine.of(left), _constant(right)
+    if by == 1:
+        return x
+    ends = {_literal(x.end(shape, side)) // by for side in (min, max)} if by > 0 else set()
+    if len(ends) != 1:
         raise Unknown
-    factor = one.constant
-    return Affine(factor * other.base, tuple(factor * s for s in other.steps)).of_rank(rank)
+    return _filled(shape, ends.pop())
 
 
-def _same(rank: int, x: Any, *_: Any, **__: Any) -> Affine:
-    return as_affine(x)
+def _same(shape: Shape, x: Any, *_: Any, **__: Any) -> Affine:
+    return Affine.of(x)  # of an expanded tensor too: a broadcast dimension has step 0
 
 
-def _expand(rank: int, x: Affine, *_: Any) -> Affine:
-    return x.of_rank(rank)  # a broadcast dimension has size 1 and step 0
+def _reshape(shape: Shape, x: Any, *_: Any) -> Affine:
+    return _filled(shape, _constant(x))
 
 
-def _unsqueeze(rank: int, x: Affine, dim: int) -> Affine:
+def _unsqueeze(shape: Shape, x: Affine, dim: int) -> Affine:
     steps = list(x.steps)
-    steps.insert(dim % rank, 0)
+    steps.insert(dim % len(shape), 0)
     return Affine(x.base, tuple(steps))
 
 
-def _getitem(rank: int, x: Affine, index: Any) -> Affine:
+def _getitem(shape: Shape, x: Affine, index: Any) -> Affine:
     given = list(index) if isinstance(index, tuple) else [index]
     if any(type(entry) is bool for entry in given):
         raise Unknown
     if any(isinstance(entry, Affine) for entry in given):
-        return _gathered(rank, x, given)
+        return _gathered(x, given)
     missing = len(x.steps) - sum(entry is not None and entry is not Ellipsis for entry in given)
     at = given.index(Ellipsis) if Ellipsis in given else len(given)
-    whole = [slice(None)] * missing
     base, steps, dims = x.base, [], iter(x.steps)
-    for entry in [*given[:at], *whole, *given[at + 1 :]]:
+    for entry in [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]:
         if entry is None:
             steps.append(0)
             continue
@@ -201,111 +212,59 @@ def _getitem(rank: int, x: Affine, index: Any) -> Affine:
                 raise Unknown
             base = base + step * start
             steps.append(step)
-        elif step and _literal(entry) < 0:
-            raise Unknown
-        else:
-            base = base + step * entry if step else base
+        elif step:
+            if _literal(entry) < 0:
+                raise Unknown
+            base = base + step * entry
     return Affine(base, tuple(steps))
 
 
-def _gathered(rank: int, x: Affine, index: Sequence[Any]) -> Affine:
+def _gathered(x: Affine, index: Sequence[Any]) -> Affine:
     """`x[i, j]`, with a formula for each dimension; unknown for negative indices."""
     if len(index) != len(x.steps):
         raise Unknown
-    found = Affine(x.base, ())
-    for step, entry in zip(x.steps, map(as_affine, index), strict=True):
-        if not step:
-            continue
-        if _literal(entry.base) < 0 or any(s < 0 for s in entry.steps):
-            raise Unknown
-        found = found.plus(entry, step)
-    return found.of_rank(rank)
+    found = Affine(x.base)
+    for step, entry in zip(x.steps, map(Affine.of, index), strict=True):
+        if step:
+            if _literal(entry.base) < 0 or any(s < 0 for s in entry.steps):
+                raise Unknown
+            found = found.plus(entry, step)
+    return found
 
 
-def _diff(rank: int, x: Affine, n: int = 1, dim: int = -1, prepend: Any = None) -> Affine:
-    if n != 1 or (prepend is not None and not isinstance(prepend, Affine)):
+def _diff(shape: Shape, x: Affine, n: int = 1, dim: int = -1, prepend: Any = None) -> Affine:
+    """The difference along a dimension, after a first value that fits."""
+    first = x.plus(Affine.of(prepend), -1)
+    step = x.steps[dim]
+    before, others = ([*each.of_rank(len(shape)).steps] for each in (Affine.of(prepend), x))
+    before[dim] = others[dim] = 0
+    if n != 1 or before != others or first.base != step:
         raise Unknown
-    step, others = x.steps[dim], list(x.steps)
-    others[dim] = 0
-    if prepend is not None:
-        first = x.plus(prepend, -1)
-        before = list(prepend.of_rank(rank).steps)
-        before[dim] = 0
-        if before != others or first.base != step:
-            raise Unknown
-    return Affine(step, (0,) * rank)
+    return _filled(shape, step)
 
 
-def _cumsum(rank: int, x: Affine, dim: int) -> Affine:
-    if x.constant is None:
-        raise Unknown
-    steps = [0] * rank
-    steps[dim] = x.constant
-    return Affine(x.constant, tuple(steps))
+def _cumsum(shape: Shape, x: Affine, dim: int) -> Affine:
+    steps = [0] * len(shape)
+    steps[dim] = _constant(x)
+    return Affine(steps[dim], tuple(steps))
 
 
-def _filled(value: int) -> Callable[..., Affine]:
-    return lambda rank, *args, **named: Affine(value, (0,) * rank)
-
-
-_FUNCTIONS: dict[str, Callable[..., Affine]] = {
+FORMULAS: dict[str, Callable[..., Affine]] = {
     "arange": _arange,
-    "add": _sum(1),
-    "sub": _sum(-1),
+    "add": lambda shape, x, y: Affine.of(x).plus(Affine.of(y)),
+    "sub": lambda shape, x, y: Affine.of(x).plus(Affine.of(y), -1),
     "mul": _product,
-    "neg": lambda rank, x: _product(rank, -1, x),
-    **dict.fromkeys(("long", "contiguous", "clone", "to", "cpu", "cuda"), _same),
-    **dict.fromkeys(("expand", "expand_as"), _expand),
+    "neg": lambda shape, x: _product(shape, -1, x),
+    "floordiv": _floordiv,
+    **dict.fromkeys(("long", "bool", "contiguous", "clone", "to", "cpu", "cuda"), _same),
+    **dict.fromkeys(("expand", "expand_as"), _same),
+    **dict.fromkeys(("view", "reshape", "flatten", "squeeze"), _reshape),
     "unsqueeze": _unsqueeze,
     "getitem": _getitem,
     "diff": _diff,
     "cumsum": _cumsum,
-    **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1)),
-    **dict.fromkeys(("zeros", "new_zeros"), _filled(0)),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda shape, *_, **__: _filled(shape, 1)),
+    **dict.fromkeys(("zeros", "new_zeros"), lambda shape, *_, **__: _filled(shape, 0)),
+    "full": lambda shape, size, fill_value: _filled(shape, _constant(fill_value)),
+    "new_full": lambda shape, x, size, fill_value: _filled(shape, _constant(fill_value)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """`compare(left, right)`, with its shape."""
-
-    compare: Callable[[Any, Any], Any]
-    left: Affine
-    right: Affine
-    shape: tuple[Any, ...]  # ints and expressions
-
-    def constant(self) -> bool | None:
-        """The value of all elements, if they are the same for all values of the symbols."""
-        difference = self.left.plus(self.right, -1).constant
-        return None if difference is None else bool(self.compare(difference, 0))
-
-    def is_causal(self, conditions: Conditions) -> bool:
-        """True if each query (second-to-last dimension) sees the keys up to its own."""
-        found = self._seen()
-        if found is None or len(found.steps) < 2:
-            return False
-        *others, rows, columns = found.steps
-        if any(others) or rows <= 0 or rows + columns:
-            return False
-        first = sympy.sympify(found.base)
-        return conditions.decide(first >= 0) and conditions.decide(first < rows)
-
-    def allows_all(self, conditions: Conditions) -> bool:
-        """True if the comparison holds everywhere."""
-        found = self._seen()
-        if found is None:
-            return False
-        pairs = zip(found.steps, self.shape, strict=True)
-        least = found.base + sum(min(0, step) * (size - 1) for step, size in pairs)
-        return conditions.decide(sympy.sympify(least) >= 0)
-
-    def _seen(self) -> Affine | None:
-        """An expression that is non-negative exactly where the comparison is true."""
-        if self.compare in (operator.le, operator.lt):
-            found = self.right.plus(self.left, -1)
-        elif self.compare in (operator.ge, operator.gt):
-            found = self.left.plus(self.right, -1)
-        else:
-            return None
-        strict = self.compare in (operator.lt, operator.gt)
-        return Affine(found.base - int(strict), found.of_rank(len(self.shape)).steps)

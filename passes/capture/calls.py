@@ -76,17 +76,15 @@ def _copy(body: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any] | None, p
 
 def fold_vmaps(capture: Capture) -> Capture:
     """The capture with a module call for each vmap; the same capture if it has none."""
-    own = inline_checkpoints(capture)
-    if not own.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
+    if not capture.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
         return capture
     compat.VMAP_LOAD()
-    own = own.fresh()
+    own = capture.fresh()
     module, graph = own.module, own.module.graph
     for node in graph.find_nodes(op="call_function", target=compat.VMAP_LOAD):
         graph.erase_node(node)
     for i, region in enumerate(_regions(graph)):
         _fold(module, region, f"vmap_{i}")
-    module.recompile()
     return own
 
 
@@ -146,7 +144,6 @@ def take_numbers(capture: Capture) -> Capture:
     for node, source in _items(own):
         node.replace_all_uses_with(source)
         own.module.graph.erase_node(node)
-    own.module.recompile()
     return own
 
 
@@ -168,7 +165,6 @@ def take_grouped_products(capture: Capture, device: torch.device) -> Capture:
     own = capture.fresh()
     for node, target in _others(own.module.graph, device):
         node.target = target
-    own.module.recompile()
     return own
 
 

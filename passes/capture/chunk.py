@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -29,22 +29,23 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture
-from megacompile.ir.head import ALIGNED_ROWS, equal_chunks
+from megacompile.ir.head import ALIGNED_ROWS, equal_chunks, linear_cross_entropy
 from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
-from megacompile.passes.capture.calls import inline_checkpoints
-from megacompile.passes.capture.chunk_rewrite import RESHAPES, FoundHead, rewrite_head
 from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.passes.edit import put, written
 from megacompile.text import format_bytes
 
 CHUNK_BYTES = 2**30  # of logits at a time; "auto" keeps smaller heads whole
 
 _CASTS = {"float", "to", "type"}
-_TRANSPOSES: dict[Any, str] = {
-    **dict.fromkeys(("transpose", torch.transpose, "swapaxes", torch.swapaxes), "transpose"),
-    **dict.fromkeys(("permute", torch.permute), "permute"),
+_COPIES = {"contiguous", "clone", torch.clone}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"} | {
+    *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze),
 }
+_PERMUTES = {"permute", torch.permute}
+_TRANSPOSES = {"transpose", torch.transpose, "swapaxes", torch.swapaxes, *_PERMUTES}
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {  # with the names of their arguments
     F.cross_entropy: (*_LOSS, "label_smoothing"),
@@ -52,7 +53,6 @@ _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {  # with the names of thei
         *("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
     ),
 }
-_LINEAR = ("input", "weight", "bias")
 _REDUCTIONS = {"mean": True, 1: True, "sum": False, 2: False}
 _EVERY_CLASS = slice(None), slice(0, None)
 
@@ -70,35 +70,33 @@ def chunk_head(
         chunk_bytes: bytes of logits per chunk. Default: `CHUNK_BYTES`.
     """
     limit_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    own = inline_checkpoints(capture)
-    if not any(node.target in _LOSSES for node in own.module.graph.nodes):
+    if not any(node.target in _LOSSES for node in capture.module.graph.nodes):
         return capture, ("no head: no cross_entropy was captured",) if head is Head.CHUNKED else ()
     if head is Head.WHOLE:
         return capture, (f"{STOOD_BACK}head='whole'",)
     if head is Head.AUTO and lowering is Lowering.EAGER:
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
-    own = own.fresh()
-    finder = _Finder(own, propagate(own), limit_bytes)
+    own = capture.fresh()
+    values = propagate(own)
     heads, reasons, conditions = [], [], []
     for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:
         try:
-            found = finder.find(loss)
+            found = _Finder(own, values, limit_bytes).find(loss)
             if head is Head.AUTO:
                 conditions += _conditions(found, limit_bytes)
-            if head is Head.AUTO and found.logits_bytes <= limit_bytes:
-                size, least = format_bytes(found.logits_bytes), format_bytes(limit_bytes)
-                raise _Whole(f"its logits take {size}, no more than {least}")
+                if found.logits_bytes <= limit_bytes:
+                    size, least = format_bytes(found.logits_bytes), format_bytes(limit_bytes)
+                    raise _Whole(f"its logits take {size}, no more than {least}")
         except _Whole as why:
             reasons.append(f"{STOOD_BACK}{why}")
             continue
         heads.append(found)
-        reasons.append(f"the head of {found} is computed in chunks of {found.chunks}")
+        reasons.append(f"the head of {found}")
     if not heads:
         return capture.under(conditions), tuple(reasons)
     for found in heads:
-        rewrite_head(own, finder.values, found)
-    own.module.recompile()
+        _Rewriter(own, values, found).rewrite()
     return own.under(conditions), tuple(reasons)
 
 
@@ -106,7 +104,41 @@ class _Whole(Exception):
     """The reason why a head stays whole."""
 
 
-def _conditions(found: FoundHead, limit_bytes: int) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A linear layer, the operations on its logits, and their loss."""
+
+    linear: fx.Node
+    chain: tuple[fx.Node, ...]  # from the linear layer's user to the loss's input
+    loss: fx.Node
+    given: tuple[Any, ...]  # hidden states, weight, bias, target, class weight
+    options: dict[str, Any]  # of `linear_cross_entropy`
+    rows: int  # planned
+    any_rows: Any  # an expression of the symbols, or `rows`
+    classes: int
+    row_bytes: int
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits for the planned number of rows."""
+        return self.rows * self.row_bytes
+
+    @property
+    def is_symbolic(self) -> bool:
+        """True if the number of rows changes from call to call."""
+        return isinstance(self.any_rows, sympy.Basic)
+
+    def __str__(self) -> str:
+        size = format_bytes(self.logits_bytes)
+        planned = f", planned for {self.rows}" if self.is_symbolic else ""
+        most = "at most " if self.is_symbolic else ""
+        return (
+            f"{self.any_rows} tokens by {self.classes} classes ({size} of logits{planned}) is "
+            f"computed in chunks of {most}{self.options['chunk_rows']} tokens"
+        )
+
+
+def _conditions(found: _Head, limit_bytes: int) -> list[Any]:
     """The condition that logits stay on their side of the limit of "auto"."""
     if not found.is_symbolic:
         return []
@@ -115,16 +147,12 @@ def _conditions(found: FoundHead, limit_bytes: int) -> list[Any]:
     return [side(found.any_rows, most)]
 
 
-def most_rows(row_bytes: int, limit_bytes: int) -> int:
-    """Rows within the limit, in whole tiles if possible."""
-    at_most = max(1, limit_bytes // row_bytes)
-    return at_most - at_most % ALIGNED_ROWS if at_most > ALIGNED_ROWS else at_most
-
-
-def rows_of_a_chunk(rows: int, row_bytes: int, limit_bytes: int) -> int:
+def rows_of_a_chunk(rows: int | None, row_bytes: int, limit_bytes: int) -> int:
     """Rows per chunk for the fewest chunks within the limit, of equal size and whole tiles if
-    possible."""
-    return equal_chunks(rows, most_rows(row_bytes, limit_bytes))
+    possible; the most if the number of rows is None: it changes."""
+    most = max(1, limit_bytes // row_bytes)
+    most -= most % ALIGNED_ROWS if most > ALIGNED_ROWS else 0
+    return most if rows is None else equal_chunks(rows, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +163,7 @@ class _Finder:
     values: Values
     limit_bytes: int  # of logits at a time
 
-    def find(self, loss: fx.Node) -> FoundHead:
+    def find(self, loss: fx.Node) -> _Head:
         """The head of a loss; raises `_Whole` if it cannot be chunked."""
         of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
         if of.get("size_average") is not None or of.get("reduce") is not None:
@@ -144,45 +172,33 @@ class _Finder:
         if reduction not in _REDUCTIONS:
             raise _Whole(f"{loss} has reduction={reduction!r}, a loss for each token")
         chain, linear = self._walk(loss, of["input"])
-        parts = self._bind(linear, _LINEAR)
-        hidden, weight, bias = parts["input"], parts["weight"], parts.get("bias")
+        parts = self._bind(linear, ("input", "weight", "bias"))
+        read = (parts["input"], parts["weight"], parts.get("bias"))
         rows, any_rows, classes = self._rows(chain, linear, of["target"])
         row_bytes = classes * self.meta(linear).dtype.itemsize
-        found = FoundHead(
-            linear=linear,
-            chain=chain,
-            loss=loss,
-            hidden=hidden,
-            weight=weight,
-            bias=bias,
-            target=of["target"],
-            class_weight=of.get("weight"),
-            mean=_REDUCTIONS[reduction],
-            ignore_index=int(self.literal(of.get("ignore_index", -100))),
-            label_smoothing=float(self.literal(of.get("label_smoothing", 0.0))),
-            rows=rows,
-            any_rows=any_rows,
-            classes=classes,
-            row_bytes=row_bytes,
-            chunk_rows=(
-                rows_of_a_chunk(rows, row_bytes, self.limit_bytes)
-                if any_rows == rows
-                else most_rows(row_bytes, self.limit_bytes)
-            ),
-        )
-        self._check_between(found)
-        return found
+        known = rows if any_rows == rows else None
+        options = {
+            "ignore_index": int(self.literal(of.get("ignore_index", -100))),
+            "label_smoothing": float(self.literal(of.get("label_smoothing", 0.0))),
+            "mean": _REDUCTIONS[reduction],
+            "chunk_rows": rows_of_a_chunk(known, row_bytes, self.limit_bytes),
+            "dtype": self.meta(loss).dtype,
+        }
+        self._check_between(linear, loss, read)
+        given = (*read, of["target"], of.get("weight"))
+        return _Head(linear, chain, loss, given, options, rows, any_rows, classes, row_bytes)
 
     def literal(self, value: Any) -> Any:
         """A value with nodes of known numbers replaced by the numbers."""
         return fx.map_arg(value, self._number)
 
     def _number(self, node: fx.Node) -> Any:
-        if self.values.is_number(node):
-            return self.values.of[node]
-        if not self.values.is_constant(node):
+        if not self._is_known(node):
             raise _Whole(f"{node} is a tensor where a number was expected")
         return self.values.of[node]
+
+    def _is_known(self, node: fx.Node) -> bool:
+        return self.values.is_constant(node) or self.values.is_number(node)
 
     def _bind(self, node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
         """The arguments of a call by name."""
@@ -225,9 +241,8 @@ class _Finder:
 
     def _asks_for_size(self, user: fx.Node) -> bool:
         """True if a user reads only a tensor's metadata."""
-        value = self.values.of[user]
-        looks = value is not None and not self.values.mutates[user]
-        return looks and (self.values.is_constant(user) or self.values.is_number(user))
+        looks = self.values.of[user] is not None and not self.values.mutates[user]
+        return looks and self._is_known(user)
 
     def _check_step(self, node: fx.Node, *, last: bool) -> None:
         """Raise unless a node between the head and its loss commutes with the linear layer."""
@@ -242,13 +257,12 @@ class _Finder:
         elif node.target in _TRANSPOSES:
             if not last or not self._is_class_first(node):
                 raise _Whole(f"{node} permutes the logits")
-        elif node.target not in RESHAPES or meta.dtype != before.dtype:
+        elif node.target not in _RESHAPES | _COPIES or meta.dtype != before.dtype:
             raise _Whole(f"its logits come from {_target(node)} ({node}), not from linear")
 
     def _check_index(self, node: fx.Node, dims: int) -> None:
         more = _Whole(f"{node} indexes the logits with more than slices")
-        of = self.values
-        if not all(of.is_constant(n) or of.is_number(n) for n in node.all_input_nodes[1:]):
+        if not all(map(self._is_known, node.all_input_nodes[1:])):
             raise more
         index = self.literal(node.args[1])
         entries = index if isinstance(index, tuple) else (index,)
@@ -266,13 +280,10 @@ class _Finder:
         if len(self.meta(node).shape) != 3 or not all(type(d) is int for d in order):
             return False
         dims = [d % 3 for d in order]
-        if _TRANSPOSES[node.target] == "permute":
-            return dims == [0, 2, 1]
-        return sorted(dims) == [1, 2]
+        return dims == [0, 2, 1] if node.target in _PERMUTES else sorted(dims) == [1, 2]
 
     def _check_classes(self, node: fx.Node, classes: int) -> None:
-        meta = self.meta(node)
-        shape = meta.shape if meta.symbolic is None else meta.symbolic.shape
+        shape = self.meta(node).sizes
         if node.target not in _TRANSPOSES and (not shape or shape[-1] != classes):
             raise _Whole(f"{node} does not keep the {classes} classes in the last dimension")
 
@@ -294,21 +305,81 @@ class _Finder:
         rows = math.prod(leading)
         if rows == 0 or self.meta(linear).device != self.capture.device:
             raise _Whole("there are no tokens, or they are on another device")
-        if meta.symbolic is None:
-            return rows, rows, classes
-        return rows, sympy.prod(meta.symbolic.shape), classes
+        return rows, math.prod(meta.sizes), classes
 
-    def _check_between(self, found: FoundHead) -> None:
+    def _check_between(self, linear: fx.Node, loss: fx.Node, read: Sequence[Any]) -> None:
         """Raise if moving the linear layer down to its loss would change its inputs or their
         state."""
         nodes = list(self.capture.module.graph.nodes)
-        read = [n for n in (found.hidden, found.weight, found.bias) if n is not None]
-        held = {key for node in read for key in self.values.storages[node]}
-        for node in nodes[nodes.index(found.linear) : nodes.index(found.loss)]:
+        held = {key for node in read if node is not None for key in self.values.storages[node]}
+        for node in nodes[nodes.index(linear) : nodes.index(loss)]:
             if self.values.mutates[node] & held:
                 raise _Whole(f"{node} changes the head's input or weight before the loss")
             if node.target is compat.SET_GRAD_ENABLED or "_autocast" in _target(node):
                 raise _Whole(f"{node} changes grad mode or autocast between the head and its loss")
+
+
+@dataclass(slots=True)
+class _Rewriter:
+    """Replaces a loss by the chunked loss and removes the logits, in the capture's graph."""
+
+    capture: Capture
+    values: Values
+    found: _Head
+    graph: fx.Graph = field(init=False)
+    symbols: dict[sympy.Symbol, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph = self.capture.module.graph
+        self.symbols = self.capture.symbols
+
+    def rewrite(self) -> None:
+        """Change the graph."""
+        found = self.found
+        self._replace_questions()
+        with self.graph.inserting_before(found.loss):
+            given = (self._hidden(), *found.given[1:])
+            loss = self.graph.call_function(linear_cross_entropy, given, found.options)
+        found.loss.replace_all_uses_with(self._like_linear(loss))
+        for node in (found.loss, *reversed(found.chain), found.linear):
+            self.graph.erase_node(node)
+
+    def _replace_questions(self) -> None:
+        """Replace reads of the logits' sizes by numbers."""
+        found = self.found
+        for node in (found.linear, *found.chain):
+            for user in list(node.users):
+                if user not in found.chain and user is not found.loss:
+                    with self.graph.inserting_before(user):
+                        number = written(self.graph, self.values.of[user], self.symbols)
+                    put(user, number)
+                    self.graph.erase_node(user)
+
+    def _hidden(self) -> fx.Node:
+        """The linear layer's input with the slices and reshapes of the logits applied."""
+        hidden: fx.Node = self.found.given[0]
+        width = self.values.meta(hidden).shape[-1]
+        for node in self.found.chain:
+            if node.target is operator.getitem:
+                index = fx.map_arg(node.args[1], self.values.of.__getitem__)
+                index = written(self.graph, index, self.symbols)
+                made = self.graph.call_function(operator.getitem, (hidden, index))
+            elif node.target in _RESHAPES:
+                meta = self.values.meta(node)  # changing sizes are computed from numbers
+                pairs = zip(meta.sizes[:-1], meta.shape[:-1], strict=True)
+                leading = [Number(e, n) if isinstance(e, sympy.Basic) else n for e, n in pairs]
+                shape = (*written(self.graph, leading, self.symbols), width)
+                made = self.graph.call_method("reshape", (hidden, shape))
+            else:
+                continue
+            hidden = self._like_linear(made)
+        return hidden
+
+    def _like_linear(self, node: fx.Node) -> fx.Node:
+        """A new node in the modules of the linear layer."""
+        meta = self.found.linear.meta
+        node.meta = {k: v for k, v in meta.items() if k in ("nn_module_stack", "stack_trace")}
+        return node
 
 
 def _source(node: fx.Node) -> Any:

@@ -31,7 +31,6 @@ from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.capture import Capture, GraphInput, Overlap, PackedInput, TensorInput
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.capture.calls import inline_checkpoints
 
 # In the meta of a node that represents an input in one use: the input's name.
 WRAPPED = "megacompile.wrapped"  # a wrapper
@@ -46,7 +45,7 @@ def unpack(capture: Capture) -> Capture:
     """
     if not any(isinstance(item, PackedInput) for item in capture.inputs):
         return capture
-    own = inline_checkpoints(capture).fresh()  # a use within a checkpoint belongs to its stage
+    own = capture.fresh()
     graph = own.module.graph
     inputs: list[GraphInput] = []
     for node, item in own.bound.items():

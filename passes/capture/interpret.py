@@ -49,6 +49,12 @@ class Values:
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(self.of[node], TensorMeta)
 
+    def meta(self, node: fx.Node) -> TensorMeta:
+        """The description of a tensor."""
+        meta = self.of[node]
+        assert isinstance(meta, TensorMeta), f"{node} is no tensor"
+        return meta
+
 
 class Interpreter(fx.Interpreter):
     def __init__(self, capture: Capture, values: Values) -> None:
@@ -77,7 +83,7 @@ class Interpreter(fx.Interpreter):
         """The description of an input that is a tensor."""
         if isinstance(item, TensorInput):
             return item.meta
-        param = item.bucket.params[item.param]
+        param = item.info
         return TensorMeta(
             param.shape, param.dtype, param.stride, item.requires_grad, self.capture.device
         )

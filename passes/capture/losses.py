@@ -9,15 +9,11 @@ A loss sums many small numbers. `torch.autocast` computes and returns losses in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from megacompile.ir.capture import Capture
-from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.capture.calls import inline_checkpoints
-from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.passes.capture.propagate import propagate
 
 # Functions of torch.nn.functional, their callees, and methods, by name.
 _LOSSES = {
@@ -31,26 +27,22 @@ _LOSSES = {
 _LOG_SOFTMAX = "log_softmax"
 
 
-def widen_losses(
-    capture: Capture, *, compute_dtype: torch.dtype
-) -> tuple[Capture, tuple[str, ...]]:
+def widen_losses(capture: Capture, *, compute_dtype: torch.dtype) -> Capture:
     """The capture with losses whose inputs are never in `compute_dtype`; the same capture if
     nothing changes."""
     names = _LOSSES | ({_LOG_SOFTMAX} if capture.device.type == "cuda" else set())
-    own = inline_checkpoints(capture)
-    if not any(_is_loss(node, names) for node in own.module.graph.nodes):
-        return capture, ()
-    own = own.fresh()
+    if not any(_is_loss(node, names) for node in capture.module.graph.nodes):
+        return capture
+    own = capture.fresh()
     values = propagate(own)
     for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
         for given in dict.fromkeys(node.all_input_nodes):
-            if _dtype(values, given) is compute_dtype:
+            if getattr(values.of.get(given), "dtype", None) is compute_dtype:
                 with own.module.graph.inserting_before(node):
                     wide = own.module.graph.call_method("float", (given,))
                 wide.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
                 node.replace_input_with(given, wide)
-    own.module.recompile()
-    return own, ()
+    return own
 
 
 def _is_loss(node: fx.Node, names: set[str]) -> bool:
@@ -61,13 +53,5 @@ def _is_loss(node: fx.Node, names: set[str]) -> bool:
         return False
     if name == _LOG_SOFTMAX:
         return node.kwargs.get("dtype") is None and len(node.args) <= 2
-    return not method and _of_torch(node.target)
-
-
-def _of_torch(function: Any) -> bool:
-    return (getattr(function, "__module__", None) or "torch").split(".")[0] == "torch"
-
-
-def _dtype(values: Values, node: fx.Node) -> torch.dtype | None:
-    value = values.of.get(node)
-    return value.dtype if isinstance(value, TensorMeta) else None
+    module = getattr(node.target, "__module__", None) or "torch"
+    return not method and module.split(".")[0] == "torch"

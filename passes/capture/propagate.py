@@ -15,7 +15,9 @@ the same expressions adds no new conditions on the symbols.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,32 +94,20 @@ class _Later:
     made: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """The result is an argument itself, given by its position."""
-
-    taken: int
+def _now(value: Any) -> Any:
+    """The tensor, if it is created; any other value unchanged."""
+    return value.made if isinstance(value, _Later) and value.made is not None else value
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """The result shares memory with an argument, given by its position."""
+class _Outcome:
+    """A part of an operation's result: a tensor with its own memory, a view of an argument, or an
+    argument itself (without a meta); otherwise a constant."""
 
-    taken: int
-    meta: TensorMeta
-    path: tuple[int, ...]  # path to the tensor in the operation's result
-
-
-@dataclass(frozen=True, slots=True)
-class _Fresh:
-    """The result has its own memory."""
-
-    meta: TensorMeta
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: Any
+    meta: TensorMeta | None = None
+    taken: int | None = None  # position of the argument
+    path: tuple[int, ...] = ()  # to the tensor in the result
+    value: Any = None
 
 
 @dataclass(slots=True)
@@ -154,7 +144,7 @@ class Recalling(Interpreter):
         return _Later(meta, -self._fresh, meta.empty)
 
     def value_of(self, node: fx.Node) -> Any:
-        return _each(self.env[node], self._made)
+        return self._made(self.env[node])
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         key = super().storage_of(tensor)
@@ -219,7 +209,7 @@ class Recalling(Interpreter):
 
     def _place(self, value: Any, call: _Operation) -> int:
         """The position of a tensor among the arguments."""
-        value = value.made if isinstance(value, _Later) and value.made is not None else value
+        value = _now(value)
         for k, other in enumerate(call.taken):
             if other is value:
                 return k
@@ -259,72 +249,79 @@ class Recalling(Interpreter):
 
     def _holds(self, n: fx.Node, call: _Operation) -> bool:
         """True if the arguments are unchanged."""
-        made = [value.made if isinstance(value, _Later) else value for value in call.taken]
         return not self.values.mutates[n] and all(
-            tensor is not None and TensorMeta.of(tensor) == meta
-            for tensor, meta in zip(made, call.metas, strict=True)
+            not isinstance(tensor, _Later) and TensorMeta.of(tensor) == meta
+            for tensor, meta in zip(map(_now, call.taken), call.metas, strict=True)
         )
 
     def _outcome(self, n: fx.Node, value: Any, call: _Operation, path: tuple[int, ...]) -> Any:
         """The result of an operation for others with the same key; None if they must be run."""
-        if isinstance(value, torch.Tensor):
-            return self._outcome_of(n, value, call, path)
         if type(value) in (tuple, list):
             items = [self._outcome(n, item, call, (*path, k)) for k, item in enumerate(value)]
-            fresh = [tensor for item in value for tensor in tensors_in(item)]
-            own = {self.storage_of(tensor) for tensor in fresh} - set(call.storages)
-            if None in items or len(own) != sum(isinstance(item, _Fresh) for item in items):
+            found = [tensor for item in value for tensor in tensors_in(item)]
+            own = {self.storage_of(tensor) for tensor in found} - set(call.storages)
+            if None in items or len(own) != sum(map(_is_fresh, items)):
                 return None  # or results share new memory
             return type(value)(items)
-        looks = _looks(n) or (value is None and path != ())
-        return _Constant(value) if looks and _is_data(value) else None
-
-    def _outcome_of(
-        self, n: fx.Node, value: torch.Tensor, call: _Operation, path: tuple[int, ...]
-    ) -> Any:
+        if not isinstance(value, torch.Tensor):
+            looks = _looks(n) or (value is None and path != ())
+            return _Outcome(value=value) if looks and _is_data(value) else None
         meta = TensorMeta.of(value)
         if not _is_plain(value) or meta.requires_grad != value.requires_grad:
             return None
         for k, taken in enumerate(call.taken):
-            if value is (taken.made if isinstance(taken, _Later) else taken):
-                return _Same(k) if not path else None
+            if value is _now(taken):
+                return _Outcome(taken=k) if not path else None
         storage = self.storage_of(value)
         if storage in call.storages:
-            return _View(call.storages.index(storage), meta, path)
-        return None if storage in self._seen else _Fresh(meta)
+            return _Outcome(meta, call.storages.index(storage), path)
+        return None if storage in self._seen else _Outcome(meta)
 
     def _recalled(self, n: fx.Node, call: _Operation) -> Any:
         """The recalled result of a node."""
         outcome, self.values.of[n] = self._known[call.key]
-        again = _Once(self, n, torch.is_grad_enabled())
-        storages: set[int] = set()
-        value = self._result(outcome, call, again, storages)
-        if isinstance(outcome, _Same):
+        grad_enabled, storages = torch.is_grad_enabled(), set[int]()
+
+        @functools.cache
+        def run_once() -> Any:
+            with torch.set_grad_enabled(grad_enabled):
+                return fx.Interpreter.run_node(self, n)
+
+        value = self._result(outcome, call, run_once, storages)
+        if isinstance(outcome, _Outcome) and outcome.meta is None and outcome.taken is not None:
             for source in n.all_input_nodes:
-                if _identity(self.env[source]) is call.taken[outcome.taken]:
+                if _now(self.env[source]) is call.taken[outcome.taken]:
                     self.values.same_as[n] = source
         self.values.storages[n] = frozenset(storages)
         self.values.mutates[n] = frozenset()
         return value
 
-    def _result(self, outcome: Any, call: _Operation, again: _Once, storages: set[int]) -> Any:
-        if isinstance(outcome, _Constant):
-            return outcome.value
-        if isinstance(outcome, _Same):
-            storages.add(call.storages[outcome.taken])
-            return call.taken[outcome.taken]
-        if isinstance(outcome, _View):
-            storage = call.storages[outcome.taken]
-            storages.add(storage)
-            self._viewed.add(storage)
-            return _Later(outcome.meta, storage, lambda: again.at(outcome.path))
-        if isinstance(outcome, _Fresh):
+    def _result(
+        self, outcome: Any, call: _Operation, run: Callable[[], Any], storages: set[int]
+    ) -> Any:
+        if not isinstance(outcome, _Outcome):
+            return type(outcome)(self._result(item, call, run, storages) for item in outcome)
+        if outcome.taken is None:
+            if outcome.meta is None:
+                return outcome.value
             self._fresh += 1
-            storages.add(-self._fresh)
-            return _Later(outcome.meta, -self._fresh, lambda: _new(outcome.meta))
-        return type(outcome)(self._result(item, call, again, storages) for item in outcome)
+            storage, make = -self._fresh, functools.partial(_new, outcome.meta)
+        else:
+            storage = call.storages[outcome.taken]
+            make = lambda: functools.reduce(operator.getitem, outcome.path, run())  # noqa: E731
+        storages.add(storage)
+        if outcome.meta is None:
+            return call.taken[outcome.taken]
+        if outcome.taken is not None:
+            self._viewed.add(storage)
+        return _Later(outcome.meta, storage, make)
 
     def _made(self, value: Any) -> Any:
+        """A value with all its tensors created."""
+        if type(value) in (tuple, list):
+            items = [self._made(item) for item in value]
+            same = all(map(operator.is_, items, value))
+            return value if same else type(value)(items)
         if not isinstance(value, _Later):
             return value
         if value.made is None:
@@ -335,24 +332,8 @@ class Recalling(Interpreter):
         return value.made
 
 
-@dataclass(slots=True)
-class _Once:
-    """Run a recalled node, once, when a view that it returns is needed."""
-
-    interpreter: Recalling
-    node: fx.Node
-    grad_enabled: bool
-    results: list[Any] = field(default_factory=list)
-
-    def at(self, path: Sequence[int]) -> Any:
-        """A part of its result."""
-        if not self.results:
-            with torch.set_grad_enabled(self.grad_enabled):
-                self.results.append(fx.Interpreter.run_node(self.interpreter, self.node))
-        value = self.results[0]
-        for k in path:
-            value = value[k]
-        return value
+def _is_fresh(outcome: Any) -> bool:
+    return isinstance(outcome, _Outcome) and outcome.meta is not None and outcome.taken is None
 
 
 def _new(meta: TensorMeta) -> torch.Tensor:
@@ -363,27 +344,6 @@ def _new(meta: TensorMeta) -> torch.Tensor:
             one = torch.zeros((), dtype=meta.dtype, device=meta.device, requires_grad=True)
             tensor.add_(one)
     return tensor
-
-
-def _identity(value: Any) -> Any:
-    return value.made if isinstance(value, _Later) and value.made is not None else value
-
-
-def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A value with `function` applied to each tensor in it."""
-    if isinstance(value, _Later):
-        return function(value)
-    if type(value) in (tuple, list) and any(True for _ in _unmade(value)):
-        return type(value)(_each(item, function) for item in value)
-    return value
-
-
-def _unmade(value: Any) -> Iterator[_Later]:
-    if isinstance(value, _Later):
-        yield value
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from _unmade(item)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -401,10 +361,8 @@ def _is_data(value: Any) -> bool:
     """True if it consists only of tensors, numbers and constants."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_data, value))
-    return isinstance(value, torch.Tensor) or type(value) in _NUMBERS or _is_constant(value)
-
-
-def _is_constant(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) or type(value) in _NUMBERS:
+        return True
     try:
         constant_key(value)
     except TypeError:

@@ -19,6 +19,7 @@ the others. The first forward fetches them, and with `reuse` the next ones take 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -41,12 +42,8 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
             slots in between and no parameter changed.
     """
     new = schedule.copy()
-    count = slots
-    while True:
-        attempt = _attempt(new, count, reuse)
-        if attempt is not None:
-            break
-        count += 1
+    attempts = (_attempt(new, count, reuse) for count in itertools.count(slots))
+    attempt = next(found for found in attempts if found is not None)
     sizes = attempt[-1].sizes
     new_slots = tuple(Slot(i, sizes.get(i, 0)) for i in range(max(sizes, default=-1) + 1))
     for places in attempt:
@@ -74,9 +71,8 @@ class _SlotChoice:
     chosen: dict[fx.Node, int] = field(default_factory=dict)
     after: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     held: set[fx.Node] = field(default_factory=set)  # prefetches whose bucket is in its slot
-    reused: dict[fx.Node, fx.Node] = field(
-        default_factory=dict
-    )  # -> the earlier prefetch whose bucket is still in its slot
+    # -> the earlier prefetch whose bucket is still in its slot
+    reused: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_SlotChoice] | None:

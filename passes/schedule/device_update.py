@@ -27,7 +27,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import trained_bytes
+from megacompile.passes.edit import copied, trained_bytes
 from megacompile.passes.schedule.free import insert_drain
 from megacompile.passes.schedule.prefetch import buckets_read, uses
 
@@ -41,9 +41,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
     """
     if schedule.backward is None or not schedule.plan.device_update:
         return schedule
-    new = schedule.copy()
-    graph = new.backward
-    assert graph is not None
+    new, graph = copied(schedule)
     chosen = [
         node
         for node in ops.nodes_of(graph, ops.offload_grad)

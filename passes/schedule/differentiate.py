@@ -27,7 +27,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import live_of, tangent_of
 from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
 from megacompile.ir.values import underlying_inputs
-from megacompile.passes.edit import add_item, needed_for, saved_value, set_saved_values
+from megacompile.passes.edit import add_item, last_item, needed_for, saved_value, set_saved_values
 
 
 @dataclass
@@ -36,9 +36,8 @@ class _Gradients:
 
     of_value: dict[fx.Node, fx.Node] = field(default_factory=dict)
     of_bucket: dict[int, fx.Node] = field(default_factory=dict)
-    live: dict[str, fx.Node] = field(
-        default_factory=dict
-    )  # inputs in the state that earlier backwards left
+    # inputs in the state that earlier backwards left
+    live: dict[str, fx.Node] = field(default_factory=dict)
 
 
 def differentiate(schedule: Schedule) -> Schedule:
@@ -142,8 +141,7 @@ def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
     compat.set_args(call, (*call.args[:3], True))
     saved = stage.saved_values
     call.meta["value"] = (*call.meta["value"], *saved)
-    last = max((item for _, item in ops.items(call)), default=call)
-    with graph.inserting_after(last):
+    with graph.inserting_after(last_item(call)):
         for k in reversed(range(len(saved))):
             add_item(graph, call, results + k, f"s{stage.index}_{k}")
 
@@ -156,11 +154,9 @@ def forget_saved_tensors(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]
         compat.set_args(call, (*call.args[:3], False))
         call.meta["value"] = call.meta["value"][:results]
         dropped |= {item: None for k, item in ops.items(call) if k >= results}
-    output = graph.output_node()
     outputs, kept = ops.returned(graph)
-    compat.set_args(
-        output, ((outputs, tuple(n for n in kept if n not in dropped)),)
-    )  # one replacement, because the list is long
+    kept = tuple(n for n in kept if n not in dropped)  # one replacement: the list is long
+    compat.set_args(graph.output_node(), ((outputs, kept),))
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}

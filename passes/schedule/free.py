@@ -26,7 +26,7 @@ from megacompile.ir.signature import is_live
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
 from megacompile.ir.values import owns, producer, reads, taken
-from megacompile.passes.schedule.offload_grad import last_item
+from megacompile.passes.edit import last_item
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -63,9 +63,7 @@ def _insert(
 ) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
-    ends = {
-        producer(node): at for at, node in enumerate(nodes)
-    }  # op -> position of its last result
+    ends = {producer(node): at for at, node in enumerate(nodes)}  # of an op's last result
     lasting = outliving(graph)
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]

@@ -28,7 +28,8 @@ from megacompile.ir.buckets import shard_shape
 from megacompile.ir.ops import Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import taken
-from megacompile.passes.schedule.offload_grad import last_gradients, last_item
+from megacompile.passes.edit import copied, last_item
+from megacompile.passes.schedule.offload_grad import last_gradients
 
 
 def insert_all_gather(schedule: Schedule) -> Schedule:
@@ -65,9 +66,7 @@ def insert_reduce_scatter(schedule: Schedule, *, rank: int) -> Schedule:
     """
     if schedule.backward is None or all(bucket.ranks == 1 for bucket in schedule.buckets):
         return schedule
-    new = schedule.copy()
-    graph = new.backward
-    assert graph is not None
+    new, graph = copied(schedule)
     for bucket, call, group in last_gradients(graph).values():
         metas = tuple(
             replace(meta, shape=shard_shape(meta.shape, rank, bucket.ranks))
@@ -98,9 +97,7 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
         return schedule
     if defers:
         return replace(schedule, defers=True)
-    new = schedule.copy()
-    graph = new.backward
-    assert graph is not None
+    new, graph = copied(schedule)
     for node in ops.nodes_that(graph, _takes_part):
         gradients = taken(node, Value.GRADIENTS)
         bucket = ops.bucket_of(node)
@@ -134,27 +131,18 @@ def delay_reduced(schedule: Schedule) -> Schedule:
     """
     if schedule.backward is None or not ops.nodes_of(schedule.backward, ops.reduce_scatter):
         return schedule
-    new = schedule.copy()
-    assert new.backward is not None
+    new, graph = copied(schedule)
     for op in (ops.reduce_scatter, ops.all_reduce):
-        for mean in ops.nodes_of(new.backward, op):
-            following = _next_backward(mean)
-            if following is None:
+        for mean in ops.nodes_of(graph, op):
+            following = [node for node in ops.nodes_of(graph, ops.backward) if node > mean]
+            if not following:
                 continue
-            where = last_item(following)
+            where = last_item(following[0])
             for node in _made_of(mean):
                 if node < where and not (node.target is ops.all_reduce and node.args[1] is mean):
                     where.append(node)
                     where = node
     return new
-
-
-def _next_backward(node: fx.Node) -> fx.Node | None:
-    while node.op != "output":
-        node = node.next
-        if node.target is ops.backward:
-            return node
-    return None
 
 
 def _made_of(mean: fx.Node) -> list[fx.Node]:

@@ -21,7 +21,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.ir.tokens import take
-from megacompile.passes.edit import body_of, set_saved_values, trained_bytes, wait_for
+from megacompile.passes.edit import body_of, copied, set_saved_values, trained_bytes, wait_for
 from megacompile.text import format_bytes, numbered
 
 AHEAD = 2  # states and parameters are read this many uses ahead
@@ -118,8 +118,13 @@ def _insert_states(
     state_bytes: Callable[[int], float],
     ahead: int,
 ) -> None:
-    readers = _touching(schedule, graph, lambda op: Part.STATES in op.reads)
-    writers = _touching(schedule, graph, lambda op: Part.STATES in op.writes)
+    touching = [
+        node
+        for node in ops.nodes_that(graph, lambda op: Part.STATES in (*op.reads, *op.writes))
+        if ops.bucket_of(node).key in schedule.plan.on_disk
+    ]
+    readers = [node for node in touching if Part.STATES in ops.effects(node).reads]
+    writers = [node for node in touching if Part.STATES in ops.effects(node).writes]
     places = _places(graph, list(map(_first_of, readers)), ahead)
     for reader, place in zip(readers, places, strict=True):
         bucket = ops.bucket_of(reader)
@@ -131,13 +136,6 @@ def _insert_states(
     for writer in writers:
         write = _written(graph, ops.write_state, writer, "ws")
         write.meta["value"] = trained_bytes(schedule, ops.bucket_of(writer), state_bytes)
-
-
-def _touching(
-    schedule: Schedule, graph: fx.Graph, wanted: Callable[[ops.Op], object]
-) -> list[fx.Node]:
-    nodes = ops.nodes_that(graph, wanted)
-    return [node for node in nodes if ops.bucket_of(node).key in schedule.plan.on_disk]
 
 
 def _first_of(use: fx.Node) -> fx.Node:
@@ -175,12 +173,11 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
     stages = schedule.plan.saved_on_disk
     if schedule.backward is None or not stages:
         return schedule
-    new = schedule.copy()
-    assert new.backward is not None
+    new, graph = copied(schedule)
     names = _write_saved(new.forward, stages)
     if not names:
         return new
-    _read_saved(new.backward, names)
+    _read_saved(graph, names)
     new = set_saved_values(new, [names.get(name, name) for name in new.saved_values])
     reasons = (*new.plan.reasons, _saved_reason(new, stages))
     return replace(new, plan=replace(new.plan, saved_sets=SAVED_SETS, reasons=reasons))
@@ -279,11 +276,8 @@ def _insert_reads(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
         for node in ops.nodes_that(graph, lambda op: op.fills_slot)
         if ops.bucket_of(node).key in schedule.plan.weights_on_disk
     ]
-    places = _places(graph, fetches, ahead) if fetches else []
-    first: dict[
-        int, fx.Node
-    ] = {}  # first read of a bucket in this graph; it waits for the last write
-    for fetch, place in zip(fetches, places, strict=True):
+    first: dict[int, fx.Node] = {}  # read of a bucket in this graph; it waits for the last write
+    for fetch, place in zip(fetches, _places(graph, fetches, ahead), strict=True):
         bucket = ops.bucket_of(fetch)
         after = (first[bucket.key],) if bucket.key in first else None
         name = f"r{fetch.name}"
@@ -307,13 +301,11 @@ def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) ->
 
 def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
     """Insert writes; returns the keys of the written buckets."""
-    written = set()
-    for writer in list(_writers(schedule, graph)):
-        bucket = ops.bucket_of(writer)
+    writers = list(_writers(schedule, graph))
+    for writer in writers:
         write = _written(graph, ops.write_weights, writer, "ww")
-        write.meta["value"] = _changed_bytes(schedule, bucket)
-        written.add(bucket.key)
-    return written
+        write.meta["value"] = _changed_bytes(schedule, ops.bucket_of(writer))
+    return {ops.bucket_of(writer).key for writer in writers}
 
 
 def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:

@@ -48,31 +48,42 @@ def make_plan(
     """
     keys = frozenset(bucket.key for bucket in schedule.buckets)
     places = choice.places.only(keys)
-    reasons = (*schedule.plan.reasons, *_tiles(schedule, choice.tiles, cut))
+    why = [*schedule.plan.reasons, *_tiles(schedule, choice.tiles, cut)]
     if schedule.backward is None:
-        stay, why = _stay(schedule, places.resident, choice.stay)
+        why += ["nothing is saved: no backward follows", *_residents(schedule, places.resident)]
+        stay = _stay(schedule, places.resident, choice.stay, why)
         places = places.changed(keys - places.resident, states=Tier.HOST).changed(stay, stays=True)
         rows = tuple(
             StagePlan(tiles=choice.tiles if stage.index in cut else 1) for stage in schedule.stages
         )
-        reasons += (_FORWARD_ONLY, *_residents(schedule, places.resident), *why)
-        return replace(schedule, plan=Plan(places, rows, reasons))
+        return replace(schedule, plan=Plan(places, rows, tuple(why)))
     count = choice.keep if saves else 0
-    kept, reason = _keep(schedule, count, activations)
-    offload = len(schedule.stages) if activations == "offload" else choice.offload
-    waiting, waits = _offload(schedule, offload, lookahead)
+    kept = _keep(schedule, count, activations, why)
     away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
-    again, runs = _rerun(schedule, choice.rerun)
     on_host = away if count else frozenset[int]()
     halves: frozenset[int] = frozenset()
-    within: tuple[str, ...] = ()
-    if not cut:  # tiles save little anyway, and recompute the rest
-        if choice.halves or activations == "selective":
-            halves, within = _halves(schedule, kept)
-        halves |= on_host  # halves the copies
+    if not cut and (choice.halves or activations == "selective"):  # tiles save little anyway
+        halves = kept - {schedule.stages[-1].index}
+    if samples - kept - on_host:  # tiles of a stage without attention may be tokens
+        why.append(
+            f"{len(samples - kept - on_host)} recomputed stages run tile by tile as a whole, "
+            "including any attention, like micro-batches"
+        )
+    if on_host:
+        why.append(
+            f"{len(on_host)} stages from {min(on_host)} to {max(on_host)} are kept on the host: "
+            f"{'what' if cut else 'half of what'} they save is copied there after their forward "
+            "and fetched before their backward, which recomputes the rest"
+        )
+    if halves:
+        why.append("all but the last save only half and recompute the rest")
     kept |= on_host
-    places, device = _updaters(schedule, places, choice.device_update, in_backward)
-    offloaded = waiting | away
+    halves |= frozenset() if cut else on_host  # halves the copies
+    offload = len(schedule.stages) if activations == "offload" else choice.offload
+    offloaded = _offload(schedule, offload, lookahead, why) | away
+    again = _rerun(schedule, choice.rerun, why)
+    why += _residents(schedule, places.resident)
+    places = _updaters(schedule, places, choice.device_update, why, in_backward=in_backward)
     rows = tuple(
         StagePlan(
             saved=_saved(i, kept, halves),
@@ -83,21 +94,11 @@ def make_plan(
         )
         for i in (stage.index for stage in schedule.stages)
     )
-    reasons += (
-        reason,
-        *_by_samples(samples - kept),
-        *_away(on_host, "what" if cut else "half of what"),
-        *within,
-        *waits,
-        *runs,
-        *_residents(schedule, places.resident),
-        *device,
-    )
-    plan = Plan(places, rows, reasons, state_delay=choice.state_delay, saved_delay=_apart(away))
-    return replace(schedule, plan=plan)
+    delays = {"state_delay": choice.state_delay, "saved_delay": _apart(away)}
+    return replace(schedule, plan=Plan(places, rows, tuple(why), **delays))
 
 
-_FORWARD_ONLY = "nothing is saved: no backward follows"
+# Each of these appends its reasons to `why`.
 
 
 def _saved(stage: int, kept: Collection[int], halves: Collection[int]) -> SavedPart:
@@ -134,24 +135,12 @@ def _apart(stages: frozenset[int]) -> int:
     return max(gaps, default=2 if stages else 1)
 
 
-def _away(stages: frozenset[int], what: str) -> tuple[str, ...]:
-    if not stages:
-        return ()
-    return (
-        f"{len(stages)} stages from {min(stages)} to {max(stages)} are kept on the host: {what} "
-        "they save is copied there after their forward and fetched before their backward, which "
-        "recomputes the rest",
-    )
-
-
-def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
+def _residents(schedule: Schedule, resident: frozenset[int]) -> list[str]:
     if not resident:
-        return ()
+        return []
     size = sum(bucket.shard_bytes for bucket in schedule.buckets if bucket.key in resident)
-    return (
-        f"{len(resident)} of {len(schedule.buckets)} buckets are resident "
-        f"({format_bytes(size)} of parameters)",
-    )
+    count = f"{len(resident)} of {len(schedule.buckets)} buckets are resident"
+    return [f"{count} ({format_bytes(size)} of parameters)"]
 
 
 def staying(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
@@ -160,58 +149,53 @@ def staying(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
 
 
 def _stay(
-    schedule: Schedule, resident: frozenset[int], count: int
-) -> tuple[frozenset[int], tuple[str, ...]]:
+    schedule: Schedule, resident: frozenset[int], count: int, why: list[str]
+) -> frozenset[int]:
     streamed = [bucket for bucket in schedule.buckets if bucket.key not in resident]
     chosen = staying(streamed, min(count, len(streamed)))
-    if not chosen:
-        return frozenset(), ()
-    size = format_bytes(sum(bucket.size_bytes for bucket in chosen))
-    reason = (
-        f"{len(chosen)} of {len(streamed)} streamed buckets stay in their slots from one forward "
-        f"to the next ({size})"
-    )
-    return frozenset(bucket.key for bucket in chosen), (reason,)
+    if chosen:
+        size = format_bytes(sum(bucket.size_bytes for bucket in chosen))
+        why.append(
+            f"{len(chosen)} of {len(streamed)} streamed buckets stay in their slots from one "
+            f"forward to the next ({size})"
+        )
+    return frozenset(bucket.key for bucket in chosen)
 
 
-def _keep(schedule: Schedule, count: int, activations: str) -> tuple[frozenset[int], str]:
-    if count and activations in ("keep", "selective"):
-        every = frozenset(stage.index for stage in schedule.stages if stage.traced.has_backward)
-        return every, f"every stage is kept: activations={activations!r}"
-    last = schedule.stages[-1]
-    if count == 1 and not last.traced.has_backward:
-        return frozenset(), f"stage {last.index} ({last.name}) has no backward: nothing to keep"
-    able = [stage for stage in schedule.stages if stage.traced.has_backward]
+def _keep(schedule: Schedule, count: int, activations: str, why: list[str]) -> frozenset[int]:
+    able, last = [s for s in schedule.stages if s.traced.has_backward], schedule.stages[-1]
     kept = able[len(able) - min(count, len(able)) :]
-    if not kept:
-        return frozenset(), "every stage is recomputed"
-    if kept == [last]:
+    if count and activations in ("keep", "selective"):
+        kept, reason = able, f"every stage is kept: activations={activations!r}"
+    elif count == 1 and not last.traced.has_backward:
+        kept, reason = [], f"stage {last.index} ({last.name}) has no backward: nothing to keep"
+    elif not kept:
+        reason = "every stage is recomputed"
+    elif kept == [last]:
         reason = f"stage {last.index} ({last.name}) is kept: its backward is next"
     else:
         many = numbered("stage", kept[0].index, kept[-1].index)
         reason = f"{many} {'are' if len(kept) > 1 else 'is'} kept: they fit"
-    return frozenset(stage.index for stage in kept), reason
+    why.append(reason)
+    return frozenset(stage.index for stage in kept)
 
 
-def _offload(
-    schedule: Schedule, count: int, lookahead: int
-) -> tuple[frozenset[int], tuple[str, ...]]:
+def _offload(schedule: Schedule, count: int, lookahead: int, why: list[str]) -> frozenset[int]:
     """The first `count` stages, except the last ones, whose values the backward needs as it begins.
 
     The result is the same for every backward of a forward, for any outputs.
     """
-    if not count:
-        return frozenset(), ()
-    stay = len(schedule.stages) - min(count, max(0, len(schedule.stages) - lookahead - 1))
-    chosen = frozenset(range(len(schedule.stages) - stay))
-    if not chosen:
-        why = f"the backward needs the saved tensors of all {stay} stages too soon"
-        return chosen, (f"nothing waits on the host: {why}",)
-    reason = (
-        f"saved tensors of {numbered('stage', 0, max(chosen))} wait on the host; the backward "
-        f"begins with the other {stay}"
-    )
-    return chosen, (reason,)
+    stages = len(schedule.stages)
+    chosen = min(count, max(0, stages - lookahead - 1))
+    if chosen:
+        why.append(
+            f"saved tensors of {numbered('stage', 0, chosen - 1)} wait on the host; the backward "
+            f"begins with the other {stages - chosen}"
+        )
+    elif count:
+        reason = f"the backward needs the saved tensors of all {stages} stages too soon"
+        why.append(f"nothing waits on the host: {reason}")
+    return frozenset(range(chosen))
 
 
 def reruns(stages: int, row: int) -> int:
@@ -224,7 +208,7 @@ def reruns(stages: int, row: int) -> int:
     return able - able // (row + 1)
 
 
-def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, ...]]:
+def _rerun(schedule: Schedule, count: int, why: list[str]) -> frozenset[int]:
     """Stages 1, 3, 5, ..., without the first stage, whose outputs all others read in most models.
     If these are not enough, all stages but a few, evenly spread.
 
@@ -240,22 +224,20 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
         which = f", except {saved} in between,"
     elif count > len(chosen):
         chosen, which = able, ""
-    if not chosen:
-        return frozenset(), ()
     if len(chosen) == 1:
-        reason = f"stage {chosen[0]} runs again in the backward: its outputs are not saved"
-    else:
-        reason = (
+        why.append(f"stage {chosen[0]} runs again in the backward: its outputs are not saved")
+    elif chosen:
+        why.append(
             f"stages {chosen[0]} to {chosen[-1]}{which} run again in the backward: their outputs "
             "are not saved"
         )
-    return frozenset(chosen), (reason,)
+    return frozenset(chosen)
 
 
-def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ...]:
+def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> list[str]:
     """Reasons for the tiles: which stages run in tiles, and why others do not."""
     if tiles == 1:
-        return ()
+        return []
     count = len(schedule.stages)
     changing = sum(stage.traced.symbols is not None for stage in schedule.stages)
     others = count - changing - len(cut)
@@ -277,31 +259,12 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
         )
     elif others:
         reasons.append("nothing is tiled: no matrix product is tokenwise")
-    return tuple(reasons)
-
-
-def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
-    """The reason for stages that run in tiles as a whole. Tiles of a stage without attention may be
-    tokens instead of samples."""
-    if not stages:
-        return ()
-    return (
-        f"{len(stages)} recomputed stages run tile by tile as a whole, including any attention, "
-        "like micro-batches",
-    )
-
-
-def _halves(schedule: Schedule, keep: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Save half in all kept stages except the last, whose backward is next."""
-    chosen = keep - {schedule.stages[-1].index}
-    if not chosen:
-        return chosen, ()
-    return chosen, ("all but the last save only half and recompute the rest",)
+    return reasons
 
 
 def _updaters(
-    schedule: Schedule, places: Places, share: float, in_backward: bool
-) -> tuple[Places, tuple[str, ...]]:
+    schedule: Schedule, places: Places, share: float, why: list[str], *, in_backward: bool
+) -> Places:
     """Choose the updater of each bucket that gets gradients. The device updates the first ones, up
     to a share of the streamed parameters that are on the host with their states."""
     trained = schedule.gradient_params
@@ -323,15 +286,13 @@ def _updaters(
         places = places.changed(trained, updater=Updater.BACKWARD)
     else:
         places = places.changed(places.resident & trained.keys(), updater=Updater.DEVICE)
-    if not chosen:
-        return places, ()
-    part = sum(sizes[bucket.key] for bucket in chosen)
-    which = f"bucket {chosen[0].label}"
-    if len(chosen) > 1:
-        which = f"buckets {chosen[0].label} to {chosen[-1].label}"
-    reason = (
-        f"optimizer.step() updates {which} ({part / total:.0%} of the streamed parameters) on the "
-        "device while the host updates the others"
-    )
-    places = places.changed((bucket.key for bucket in chosen), updater=Updater.DEVICE)
-    return places, (reason,)
+    if chosen:
+        part = sum(sizes[bucket.key] for bucket in chosen)
+        which = f"bucket {chosen[0].label}"
+        if len(chosen) > 1:
+            which = f"buckets {chosen[0].label} to {chosen[-1].label}"
+        why.append(
+            f"optimizer.step() updates {which} ({part / total:.0%} of the streamed parameters) on "
+            "the device while the host updates the others"
+        )
+    return places.changed((bucket.key for bucket in chosen), updater=Updater.DEVICE)

@@ -22,15 +22,14 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.passes.edit import copied
 
 
 def insert_norms(schedule: Schedule) -> Schedule:
     """Insert norms of every gradient that leaves the backward."""
     if schedule.backward is None or schedule.defers:
         return schedule
-    new = schedule.copy()
-    graph = new.backward
-    assert graph is not None
+    new, graph = copied(schedule)
     for node in ops.nodes_of(graph, ops.offload_grad, ops.offload_state, ops.update_in_place):
         bucket, value = ops.arguments(node)[:2]
         stays = node.target is ops.offload_grad and bucket.key in new.plan.resident

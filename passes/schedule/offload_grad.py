@@ -22,6 +22,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import groups
+from megacompile.passes.edit import copied, last_item
 from megacompile.passes.schedule.prefetch import last_readers
 
 
@@ -29,9 +30,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     """Move every gradient to its bucket."""
     if schedule.backward is None:
         return schedule
-    new = schedule.copy()
-    graph = new.backward
-    assert graph is not None
+    new, graph = copied(schedule)
     readers = last_readers(graph)
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
@@ -92,8 +91,3 @@ def _same_stage(node: fx.Node, call: fx.Node) -> bool:
         and isinstance(node.args[0], fx.Node)
         and node.args[0].target is ops.recompute
     )
-
-
-def last_item(call: fx.Node) -> fx.Node:
-    """The last `getitem` of an op's results, or the op itself."""
-    return max((item for _, item in ops.items(call)), default=call)

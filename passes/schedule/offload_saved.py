@@ -35,8 +35,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
-from megacompile.passes.edit import set_saved_values, value_that_is_saved
-from megacompile.passes.schedule.offload_grad import last_item
+from megacompile.passes.edit import copied, last_item, set_saved_values, value_that_is_saved
 from megacompile.passes.schedule.prefetch import uses
 
 
@@ -49,8 +48,7 @@ def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule
     """
     if schedule.backward is None or not schedule.plan.offload:
         return schedule
-    new = schedule.copy()
-    assert new.backward is not None
+    new, graph = copied(schedule)
     names: dict[str, tuple[Stage, str]] = {}  # saved value -> its stage, its name on the host
     for value, stage in _waiting(new).items():
         op = producer(value)
@@ -58,7 +56,7 @@ def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule
             copy = ops.call(new.forward, ops.offload_saved, stage, value, name=f"{value.name}_host")
         copy.meta["value"] = value.meta["value"]
         names[value.name] = stage, copy.name
-    _fetch(new.backward, names, lookahead)
+    _fetch(graph, names, lookahead)
     return set_saved_values(new, [names[n][1] if n in names else n for n in new.saved_values])
 
 

@@ -16,7 +16,13 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import Placeholders, add_item, saved_value, set_saved_values
+from megacompile.passes.edit import (
+    Placeholders,
+    add_item,
+    copied,
+    saved_value,
+    set_saved_values,
+)
 from megacompile.passes.schedule.differentiate import backward_args, forget_saved_tensors
 from megacompile.passes.schedule.offload_saved import takers_of
 from megacompile.passes.schedule.prefetch import Use, first_node, uses
@@ -26,10 +32,9 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     """Recompute every stage that the plan does not keep."""
     if schedule.backward is None:
         return schedule
-    new = schedule.copy()
-    assert new.backward is not None
+    new, graph = copied(schedule)
     forwards = ops.calls_by_stage(new.forward, ops.forward)
-    backwards = ops.calls_by_stage(new.backward, ops.backward)
+    backwards = ops.calls_by_stage(graph, ops.backward)
     again = [
         stage
         for stage in reversed(new.stages)
@@ -37,7 +42,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     ]
     dropped = forget_saved_tensors(new.forward, [(forwards[stage.index], stage) for stage in again])
     saved_values = [name for name in new.saved_values if name not in dropped]
-    inputs = _Inputs(new.forward, new.backward)
+    inputs = _Inputs(new.forward, graph)
     for stage in again:
         if stage.traced.saved:
             call, backward = forwards[stage.index], backwards[stage.index]
@@ -113,15 +118,14 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     """
     if schedule.backward is None or not schedule.plan.rerun:
         return schedule
-    new = schedule.copy()
-    assert new.backward is not None
+    new, graph = copied(schedule)
     dropped: set[str] = set()
     calls = ops.calls_by_stage(new.forward, ops.forward)
-    computes = uses(new.backward)
-    inputs = _Inputs(new.forward, new.backward)
+    computes = uses(graph)
+    inputs = _Inputs(new.forward, graph)
     for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row needs the others
         dropped |= {item.name for item in outputs}
-        _rerun(new.backward, calls[stage.index], stage, outputs, computes, inputs)
+        _rerun(graph, calls[stage.index], stage, outputs, computes, inputs)
     return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
 
 
@@ -166,7 +170,7 @@ def _rerun(
         computes: the uses of the backward in program order; the rerun is added.
     """
     placeholders = inputs.placeholders
-    wanted = {item: found for item in outputs if (found := placeholders.find(item.name))}
+    wanted = {item: found for item in outputs if (found := placeholders.by_name.get(item.name))}
     readers = {user for placeholder in wanted.values() for user in placeholder.users}
     at = next((i for i, use in enumerate(computes) if not readers.isdisjoint(use.nodes)), None)
     if at is None:

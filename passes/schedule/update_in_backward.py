@@ -35,14 +35,10 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.passes.edit import trained_bytes
+from megacompile.passes.edit import last_item, trained_bytes
 from megacompile.passes.schedule.device_update import fetch_states
 from megacompile.passes.schedule.free import insert_drain
-from megacompile.passes.schedule.offload_grad import (
-    add_so_far,
-    last_gradients,
-    last_item,
-)
+from megacompile.passes.schedule.offload_grad import add_so_far, last_gradients
 from megacompile.passes.schedule.prefetch import last_readers, uses
 
 

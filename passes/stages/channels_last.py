@@ -83,8 +83,8 @@ class _Layout:
     def made(self) -> fx.GraphModule:
         for node in self.joint.graph.nodes:
             if node.op == "output":
-                as_it_was = functools.partial(self._as_it_was, user=node)
-                self.graph.output(fx.map_arg(node.args[0], as_it_was)).meta.update(node.meta)
+                results = fx.map_arg(node.args[0], functools.partial(self._as_it_was, user=node))
+                self.graph.output(results).meta.update(node.meta)
             elif node.op == "call_function":
                 self.env[node] = self._called(node)
             else:

@@ -32,7 +32,7 @@ from megacompile.cost import aten
 from megacompile.ir import ops
 from megacompile.ir.head import narrow_heads
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
-from megacompile.ir.symbols import Symbols
+from megacompile.ir.symbols import Symbols, Values
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import pieces_of
 from megacompile.passes.edit import extracted, needed_for
@@ -101,24 +101,23 @@ def split(
             `runs_by_samples`.
     """
     planned = numbers_of(stage.metas)
-    tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
-    if tokens is not None:
-        tokens = replace(tokens, samples=samples)
-    if not takes.tangents:
-        forward: fx.GraphModule = joint
-        backward: fx.GraphModule | None = None
-    else:
+    tokens = None if planned or tiles == 1 else tokens_of(stage, tiles, samples=samples)
+    forward, backward = joint, None
+    if takes.tangents:
         forward, backward = _parted(stage, joint, saved_fraction, tokens)
     saved, graphs, recompute_primals = _codes(stage, forward, backward)
     backward_inputs: tuple[int | SavedRef, ...] = ()
+    gradient_metas: tuple[TensorMeta, ...] = ()
     if backward is not None:
-        names = {node.name: SavedRef(i) for i, node in enumerate(saved)}
-        backward_inputs = _backward_inputs(backward, names)
-    gradient_metas = () if backward is None else _output_metas(backward)[: len(gradients)]
+        backward_inputs = _backward_inputs(backward, saved)
+        returned = ops.returned(backward.graph)[: len(gradients)]
+        gradient_metas = tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
     if planned:
         graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
-    if tokens is not None:
-        graphs = _tiled(graphs, tokens, tiles, _parameters(stage))
+    if tokens is not None:  # codes that share a graph still share it
+        each = dict.fromkeys(graphs.values())
+        cut = {graph: tile(graph, tokens, tiles, _parameters(stage)) for graph in each}
+        graphs = {code: cut[graph] for code, graph in graphs.items()}
     return Template(
         index=index,
         primals=stage.metas,
@@ -138,7 +137,7 @@ def split(
         saved_fraction=saved_fraction,
         tiles=tiles if _are_cut(graphs, tokens) else 1,
         samples=samples,
-        symbols=None if not planned else Symbols(planned, _fakes(joint)),
+        symbols=_symbols(joint, planned),
         tangent_strides=_tangent_strides(takes, list(planned)),
         live=stage.live if backward is not None else (),
         written=written,
@@ -179,7 +178,11 @@ def _codes(
     reads."""
     results = stage.result_count
     returned = list(ops.returned(forward.graph))
-    saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
+    saved = [
+        node
+        for node in returned[results:]
+        if node.op != "placeholder" and not compat.is_number(node.meta.get("val"))
+    ]
     saving = _extract(forward, [*returned[:results], *saved])
     random = bool(_random(forward))  # all must draw the same numbers: one shared graph
     graphs = {Code.FORWARD: saving if random else _extract(forward, returned[:results])}
@@ -190,6 +193,11 @@ def _codes(
         return saved, graphs | {Code.RECOMPUTE: saving}, tuple(range(len(stage.primals)))
     primals = _primals_of(forward, saved)
     return saved, graphs | {Code.RECOMPUTE: _extract(forward, saved, primals)}, primals
+
+
+def _symbols(joint: fx.GraphModule, planned: Values) -> Symbols | None:
+    fakes = compat.fakes_in(node.meta.get("val") for node in joint.graph.nodes)
+    return Symbols(planned, fakes) if planned and fakes is not None else None
 
 
 def _tangent_strides(
@@ -207,11 +215,7 @@ def _fakes(joint: fx.GraphModule) -> compat.SymbolicFakes:
     return compat.fakes_of(next(number for number in numbers if compat.is_number(number)))
 
 
-def _gives_number(node: fx.Node) -> bool:
-    return compat.is_number(node.meta.get("val"))
-
-
-def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
+def tokens_of(stage: Stage, tiles: int, *, samples: bool = False) -> Tokens | None:
     """The dimension along which a stage's activations are cut: the first if it divides evenly,
     otherwise the largest. None if nothing can be cut."""
     args = [
@@ -225,24 +229,13 @@ def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
     if not leading:
         return None
     dim = 0 if shape[0] % tiles == 0 else max(leading, key=lambda d: shape[d])
-    return Tokens(shape, dim) if shape[dim] > 1 else None
+    return Tokens(shape, dim, samples) if shape[dim] > 1 else None
 
 
 def _parameters(stage: Stage) -> frozenset[str]:
     """The names of the parameters among the inputs of traced graphs."""
     refs = enumerate(stage.primals, start=1)
     return frozenset(f"primals_{i}" for i, ref in refs if isinstance(ref, ParamRef))
-
-
-def _tiled(
-    graphs: dict[Code, fx.GraphModule], tokens: Tokens, tiles: int, parameters: frozenset[str]
-) -> dict[Code, fx.GraphModule]:
-    """The graphs cut into pieces; codes that shared a graph still share it."""
-    made: dict[fx.GraphModule, fx.GraphModule] = {}
-    for graph in graphs.values():
-        if graph not in made:
-            made[graph] = tile(graph, tokens, tiles, parameters)
-    return {code: made[graph] for code, graph in graphs.items()}
 
 
 def runs_by_samples(stage: Stage) -> bool:
@@ -272,7 +265,7 @@ def _computes(module: fx.GraphModule) -> bool:
 
 def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:
     """Mark values computed in tiles as never saved, except those read outside of tiles."""
-    acts = find_tokenwise(joint.graph, tokens, parameters).acts
+    acts = find_tokenwise(joint.graph, tokens, parameters)
     backward = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in n.name]
     dependents: set[fx.Node] = set(backward)
     for node in joint.graph.nodes:
@@ -289,9 +282,9 @@ def _parted(
     """(forward returning results and saved tensors, backward)."""
     if tokens is not None and tokens.samples:
         return _forward_and_whole(stage, joint)
-    params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
+    params = len(_parameters(stage))
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
-    _forbid_saving_parameters(work, params, _packed(stage))
+    _forbid_saving_parameters(work, stage)
     random = _random(work)
     if tokens is not None:
         saved_fraction = 1.0
@@ -332,25 +325,15 @@ def _random(module: fx.GraphModule) -> dict[str, fx.Node]:
     return {node.name: node for node in module.graph.nodes if compat.is_random(node)}
 
 
-def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:
-    returned = ops.returned(module.graph)
-    return tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
-
-
-def _packed(stage: Stage) -> list[int]:
-    """The primals that are components of packed parameters."""
-    refs = [(i, ref) for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)]
-    return [i for i, ref in refs if stage.buckets[ref.bucket].params[ref.param].packed]
-
-
-def _forbid_saving_parameters(
-    joint: fx.GraphModule, params: int, packed: Sequence[int] = ()
-) -> None:
+def _forbid_saving_parameters(joint: fx.GraphModule, stage: Stage) -> None:
     """Mark as never saved: chains of views and casts of parameters, and values computed only from
     packed parameters, which are unpacked weights."""
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    bound = set(placeholders[:params])
-    unpacked = {placeholders[i] for i in packed}
+    pairs = zip(joint.graph.find_nodes(op="placeholder"), stage.primals, strict=False)
+    params = {node: ref for node, ref in pairs if isinstance(ref, ParamRef)}
+    bound = set(params)
+    unpacked = {
+        n for n, ref in params.items() if stage.buckets[ref.bucket].params[ref.param].packed
+    }
     constant: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node.op == "get_attr" or node.op == "call_function" and not node.all_input_nodes:
@@ -363,14 +346,9 @@ def _forbid_saving_parameters(
         if sources <= unpacked | constant and not sources <= constant:
             unpacked.add(node)
             compat.mark_must_recompute(node)
-        elif _is_view(node.target) and sources <= bound:
+        elif compat.operator_name(node.target) in _VIEWS and sources <= bound:
             bound.add(node)
             compat.mark_must_recompute(node)
-
-
-def _is_view(target: Callable[..., Any] | str) -> bool:
-    name = compat.operator_name(target) or str(getattr(target, "__name__", ""))
-    return name in _VIEWS
 
 
 def _primals_of(module: fx.GraphModule, outputs: Iterable[Any]) -> tuple[int, ...]:
@@ -391,13 +369,14 @@ def _extract(
 
 
 def _backward_inputs(
-    backward: fx.GraphModule, saved: dict[str, SavedRef]
+    backward: fx.GraphModule, saved: Sequence[fx.Node]
 ) -> tuple[int | SavedRef, ...]:
+    refs = {node.name: SavedRef(i) for i, node in enumerate(saved)}
     inputs: list[int | SavedRef] = []
     for node in backward.graph.find_nodes(op="placeholder"):
         name = str(node.target)
-        if name in saved:
-            inputs.append(saved[name])
+        if name in refs:
+            inputs.append(refs[name])
         elif name.startswith("primals_"):
             inputs.append(int(name.removeprefix("primals_")) - 1)
         else:

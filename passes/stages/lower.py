@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +27,6 @@ from megacompile.ir.stages import Code, LoweredFn, Template
 from megacompile.ir.tensors import TensorMeta, dense, is_dense
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.options import Lowering
-from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.floats import compiled, prepared
 
 Wanted = tuple[Template, Code]
@@ -128,7 +129,7 @@ class CodeToCome:
                 if time.monotonic() >= end_s:
                     return False
                 template, code = wanted.pop()
-                take = _take_nothing if jobs is None else jobs.take
+                take: compile_pool.Take = (lambda part: None) if jobs is None else jobs.take
                 try:
                     self._loaded[template, code] = _compiled(template.graphs[code], take)
                 except Exception as error:  # from Inductor
@@ -145,10 +146,6 @@ class CodeToCome:
         self._loaded.clear()
         for key in self._uncompiled.keys() - self._failed:
             del self._uncompiled[key]
-
-
-def _take_nothing(part: fx.GraphModule) -> None:
-    del part
 
 
 def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.GraphToCompile]:
@@ -203,9 +200,39 @@ def _function(module: fx.GraphModule) -> Function:
     return forward
 
 
+_OPERATOR = re.compile(r"torch\.ops((?:\.\w+)+)(?=\()")  # an operator call in torch.fx's code
+
+
+def direct(module: fx.GraphModule) -> Function:
+    """The eager code of an ATen graph: torch.fx's Python, which calls kernels directly.
+
+        before: t = torch.ops.aten.t.default(w)      after: t = kernel_aten_t_default(w)
+
+    Lookups of operators, and their Python wrappers, take a sixth of the time of a small layer.
+    """
+    code = module.graph.python_code("self")
+    namespace = dict(code.globals)
+
+    def name(call: re.Match[str]) -> str:
+        made = f"kernel{call.group(1).replace('.', '_')}"
+        function = functools.reduce(getattr, call.group(1).split(".")[1:], torch.ops)
+        namespace[made] = compat.kernel_of(function)
+        return made
+
+    exec(compile(_OPERATOR.sub(name, code.src), "<megacompile stage>", "exec"), namespace)
+    function: Function = types.MethodType(namespace["forward"], module)
+    return function
+
+
 def _uncompiled(module: fx.GraphModule) -> Function:
-    """The code that runs until Inductor's is ready; results have the strides of Inductor's code."""
-    return with_strides(direct(module, any_strides=True), _metas(module))
+    """The code that runs until Inductor's is ready; results have the strides of Inductor's code.
+    Its kernels may return other strides than traced, so a view may be a copy."""
+    graph = compat.copy_graph(module.graph)
+    for node in graph.nodes:
+        sizes = isinstance(node.args[1], (list, tuple)) if len(node.args) > 1 else False
+        if sizes and compat.operator_name(node.target) in ("view", "_unsafe_view"):
+            node.target = torch.ops.aten.reshape.default
+    return with_strides(direct(compat.graph_module(module, graph)), _metas(module))
 
 
 def _runs_uncompiled(template: Template) -> bool:
@@ -230,12 +257,9 @@ def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
 
 
 def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Function]) -> Function:
-    """The function of a graph of pieces.
+    """The function of a graph of pieces; `lower` lowers a tile's graph.
 
     Each value is freed after its last use, as in the graph's Python.
-
-    Args:
-        lower: lowers a tile's graph to a function.
     """
     graph = compat.copy_graph(module.graph)
     for node, piece in pieces_of(graph):
@@ -247,9 +271,9 @@ def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Funct
 
 def _of_piece(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Function:
     functions = {tile: lower(tile.module) for tile in piece.tiles}
-    function: Function = _loop(piece, functions)
+    function = functools.partial(_loop, piece, functions)
     if piece.is_whole:
-        function = with_strides(functions[piece.tiles[0]], piece.metas)
+        function = with_strides(functions[piece.tiles[0]], piece.metas)  # type: ignore[assignment]
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(function(*inputs))
@@ -258,29 +282,29 @@ def _of_piece(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Func
     return run
 
 
-def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
+def _loop(piece: Piece, functions: dict[Tile, Function], *inputs: Tensor) -> list[Tensor]:
     """The loop over tiles.
 
     CUT results are written into the whole result, so their peak memory is the whole plus one tile.
     """
-
-    def run(*inputs: Tensor) -> list[Tensor]:
-        results = [
-            _begin(*kind, meta) for kind, meta in zip(piece.results, piece.metas, strict=True)
-        ]
-        for start, tile in piece.spans():
-            pairs = zip(inputs, piece.inputs, strict=True)
-            cut = [_cut(value, axis, start, tile.tokens) for value, axis in pairs]
-            made = iter(functions[tile](*cut))
-            del cut
-            for result, (kind, axis) in zip(results, piece.results, strict=True):
-                _put(result, kind, axis, start, tile.tokens, made)
-            del made  # free this tile's values before the next tile
-        for k, meta in enumerate(piece.metas):
-            results[k] = results[k].to(meta.dtype)
-        return results
-
-    return run
+    results = [_begin(*kind, meta) for kind, meta in zip(piece.results, piece.metas, strict=True)]
+    for start, tile in piece.spans():
+        pairs = zip(inputs, piece.inputs, strict=True)
+        cut = [x if axis is None else axis.cut(x, start, tile.tokens) for x, axis in pairs]
+        made = iter(functions[tile](*cut))
+        del cut
+        for result, (kind, axis) in zip(results, piece.results, strict=True):
+            if kind is Result.PRODUCT:
+                compat.add_product(result, next(made), next(made), first=start == 0)
+            elif kind is Result.SUM:
+                result.copy_(next(made)) if start == 0 else result.add_(next(made))
+            else:
+                assert axis is not None
+                axis.write(result, start, tile.tokens, next(made))
+        del made  # free this tile's values before the next tile
+    for k, meta in enumerate(piece.metas):
+        results[k] = results[k].to(meta.dtype)
+    return results
 
 
 def _begin(kind: Result, axis: Axis | None, meta: TensorMeta) -> Tensor:
@@ -288,23 +312,6 @@ def _begin(kind: Result, axis: Axis | None, meta: TensorMeta) -> Tensor:
     if kind is Result.CUT:
         return meta.empty()
     return torch.empty(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
-
-
-def _cut(value: Tensor, axis: Axis | None, start: int, length: int) -> Tensor:
-    return value if axis is None else axis.cut(value, start, length)
-
-
-def _put(
-    result: Tensor, kind: Result, axis: Axis | None, start: int, length: int, made: Iterator[Tensor]
-) -> None:
-    """Write or accumulate a tile's part of a result."""
-    if kind is Result.PRODUCT:
-        compat.add_product(result, next(made), next(made), first=start == 0)
-    elif kind is Result.SUM:
-        result.copy_(next(made)) if start == 0 else result.add_(next(made))
-    else:
-        assert axis is not None
-        axis.write(result, start, length, next(made))
 
 
 def with_strides(

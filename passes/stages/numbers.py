@@ -50,23 +50,16 @@ def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphMo
             continue
         _, expression = compat.expression_of(node.meta["val"])
         if expression not in again:
-            again[expression] = _computed(graph, node, expression, numbers)
+            before = node.prev
+            with graph.inserting_before(node):
+                again[expression] = compat.reified(graph, expression, numbers)
+            while before.next is not node:
+                before = before.next
+                before.meta["val"] = computed(before)
         put(node, again[expression])
     graph.eliminate_dead_code()
     module.recompile()
     return module
-
-
-def _computed(
-    graph: fx.Graph, node: fx.Node, expression: Any, numbers: Mapping[sympy.Symbol, fx.Node]
-) -> Any:
-    before = set(graph.nodes)
-    with graph.inserting_before(node):
-        found = compat.reified(graph, expression, numbers)
-    for made in graph.nodes:
-        if made not in before:
-            made.meta["val"] = computed(made)
-    return found
 
 
 def floats_as_tensors(joint: fx.GraphModule) -> None:

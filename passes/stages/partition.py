@@ -10,11 +10,10 @@ entered again in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import sympy
 from torch import fx
 
 from megacompile import compat
@@ -24,10 +23,9 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import input_of
-from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
+from megacompile.ir.stages import ArgRef, ParamRef, Stage
 from megacompile.ir.symbols import Number, symbols_in
 from megacompile.ir.tensors import Meta, TensorMeta
-from megacompile.passes.capture.calls import inline_checkpoints
 from megacompile.passes.capture.inputs import VIEW_OF_BASE
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.edit import add_item, written
@@ -50,7 +48,6 @@ def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -
         UnsupportedGraphError: the graph changes a parameter in place, returns one, or has an
             untraceable operator.
     """
-    capture = inline_checkpoints(capture)
     values = propagate(capture)
     nodes = compute_nodes(capture, values)
     segments = cut(capture, values, units)
@@ -72,14 +69,12 @@ class _Chunk:
     metas: tuple[TensorMeta, ...]  # of the outputs and the mutated args' new values
 
 
-@dataclass(slots=True)
-class _Regions:
-    """Grad mode, open autocast regions, and the last kernel-choosing calls, before each position of
-    the node list."""
+class _Region(NamedTuple):
+    """The state before a position of the node list."""
 
-    grad: list[bool]
-    autocast: list[tuple[fx.Node, ...]]
-    kernels: list[tuple[fx.Node, ...]]
+    grad: bool
+    autocast: tuple[fx.Node, ...]  # the calls that opened regions
+    kernels: tuple[fx.Node, ...]  # the last calls that chose kernels
 
 
 @dataclass
@@ -94,55 +89,48 @@ class _Builder:
     def __post_init__(self) -> None:
         self.position = {node: p for p, node in enumerate(self.nodes)}
         self.inputs = self.capture.bound
+        items = self.inputs.items()
+        self.params = {n: item for n, item in items if isinstance(item, ParamInput)}
+        self.returned = ops.returned(self.capture.module.graph)
         self._symbols = self.capture.symbols
-        self.regions = _regions(self.capture, self.nodes)
+        self.regions = list(_regions(self.capture, self.nodes))
         self.views = views_of_inputs(self.capture, self.values)
         self._refuse_changed_parameters()
 
     def _refuse_changed_parameters(self) -> None:
-        params = {n for n, item in self.inputs.items() if isinstance(item, ParamInput)}
-        held = {key: n for n in params for key in self.values.storages[n]}
+        held = {key: item for n, item in self.params.items() for key in self.values.storages[n]}
         for node in self.nodes:
             for key in self.values.mutates[node] & held.keys():
-                name = self._param(held[key])
+                name = held[key].info.name
                 raise UnsupportedGraphError(f"parameter {name!r} is changed in place by {node}")
-        for node in _output(self.capture).all_input_nodes:
-            if node in params:
-                raise UnsupportedGraphError(f"parameter {self._param(node)!r} is an output")
-
-    def _param(self, node: fx.Node) -> str:
-        item = self.inputs[node]
-        assert isinstance(item, ParamInput)
-        return item.bucket.params[item.param].name
+        for node in self.returned:
+            if node in self.params:
+                name = self.params[node].info.name
+                raise UnsupportedGraphError(f"parameter {name!r} is an output")
 
     def stage(self, index: int) -> Stage:
         """Build the stage of segment `index`: its module, inputs and outputs."""
         segment = self.segments[index]
         body = self.nodes[segment.start : segment.stop]
-        inside = set(body)
-        params, args = self._external(body, inside)
+        params, args = self._external(body)
         outputs = [node for node in body if self._is_output(node, segment.stop)]
         for node in self.values.wrappers.intersection(outputs):
             raise UnsupportedGraphError(f"{node} is quantized, and more than one layer uses it")
         changed_keys = {key for node in body for key in self.values.mutates[node]}
         changed = [n for n in args if self.values.storages[n] & changed_keys]
-
-        numbers = self._numbers(body, [*params, *args])
-        args += numbers
-
-        buckets = tuple(dict.fromkeys(self._param_input(n).bucket for n in params))
-        params.sort(key=lambda n: (buckets.index(self._param_input(n).bucket), self._offset(n)))
-        primals: list[Primal] = []
-        for node in params:
-            item = self._param_input(node)
-            primals.append(ParamRef(buckets.index(item.bucket), item.param))
-        primals += [ArgRef(i) for i in range(len(args))]
+        args += self._numbers(body, [*params, *args])
+        buckets = tuple(dict.fromkeys(self.params[n].bucket for n in params))
+        items = {n: (buckets.index(self.params[n].bucket), self.params[n]) for n in params}
+        params.sort(key=lambda n: (items[n][0], items[n][1].info.offset_bytes))
         stage = Stage(
             index=index,
             name=self._stage_name(segment, buckets),
             module=self._module(segment, [*params, *args], outputs),
             buckets=buckets,
-            primals=tuple(primals),
+            primals=(
+                *(ParamRef(items[n][0], items[n][1].param) for n in params),
+                *map(ArgRef, range(len(args))),
+            ),
             metas=tuple(self._input_meta(n, segment.start) for n in [*params, *args]),
             outputs=tuple(self._meta(n, segment.stop) for n in outputs),
             mutated=tuple(len(params) + args.index(n) for n in changed),
@@ -151,17 +139,12 @@ class _Builder:
         self.chunks.append(_Chunk(stage, args, outputs, changed, results))
         return stage
 
-    def _external(
-        self, body: Sequence[fx.Node], inside: set[fx.Node]
-    ) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _external(self, body: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Parameters and other tensors that a segment reads from outside, in order of use."""
-        found: dict[fx.Node, None] = {}
-        for node in body:
-            for source in node.all_input_nodes:
-                if source not in inside and not self._is_literal(source):
-                    found[source] = None
-        params = [n for n in found if isinstance(self.inputs.get(n), ParamInput)]
-        return params, [n for n in found if n not in params]
+        found = dict.fromkeys(source for node in body for source in node.all_input_nodes)
+        inside = set(body)
+        given = [n for n in found if n not in inside and not self._is_literal(n)]
+        return [n for n in given if n in self.params], [n for n in given if n not in self.params]
 
     def _is_literal(self, node: fx.Node) -> bool:
         return (
@@ -191,8 +174,7 @@ class _Builder:
 
     def _meta(self, node: fx.Node, at: int) -> TensorMeta:
         """The meta of a value before position `at` of the node list."""
-        meta = self.values.of[node]
-        assert isinstance(meta, TensorMeta), f"{node} is no tensor"
+        meta = self.values.meta(node)
         change = self.values.requires_grad_after.get(node)
         changed = change is not None and self.position[change] < at
         return replace(meta, requires_grad=True) if changed else meta
@@ -200,15 +182,6 @@ class _Builder:
     def _input_meta(self, node: fx.Node, at: int) -> Meta:
         item = self.inputs.get(node)
         return item.number if isinstance(item, NumberInput) else self._meta(node, at)
-
-    def _param_input(self, node: fx.Node) -> ParamInput:
-        item = self.inputs[node]
-        assert isinstance(item, ParamInput)
-        return item
-
-    def _offset(self, node: fx.Node) -> int:
-        item = self._param_input(node)
-        return item.bucket.params[item.param].offset_bytes
 
     def _stage_name(self, segment: Segment, buckets: Sequence[Bucket]) -> str:
         if segment.unit is not None:
@@ -220,25 +193,37 @@ class _Builder:
     ) -> fx.GraphModule:
         """The torch-level code of a segment, with every tensor from outside as a placeholder."""
         graph = fx.Graph()
-        env: dict[fx.Node, Any] = {}
-        for i, node in enumerate(inputs):
-            env[node] = graph.placeholder(f"p{i}")
-
+        env: dict[fx.Node, Any] = {n: graph.placeholder(f"p{i}") for i, n in enumerate(inputs)}
         numbers = {symbol: env[node] for symbol, node in self._symbols.items() if node in env}
 
         def value(node: fx.Node) -> Any:
-            if node in env:
-                return env[node]
-            if node.op == "get_attr":
-                env[node] = graph.get_attr(str(node.target))
-                return env[node]
-            if self.values.is_number(node):
-                env[node] = self._number(graph, node, numbers, value)
-                return env[node]
-            item = self.inputs.get(node)
-            return item.value if isinstance(item, ConstantInput) else self.values.of[node]
+            if node not in env:
+                if node.op == "get_attr":
+                    env[node] = graph.get_attr(str(node.target))
+                elif self.values.is_number(node):
+                    env[node] = number(node)
+                else:
+                    return self._literal(node)
+            return env[node]
 
-        self._open_regions(graph, segment.start, env)
+        def number(node: fx.Node) -> Any:
+            """A number of another segment; a float by the same operations, to round alike."""
+            found = self.values.of[node]
+            if isinstance(found, Number) and not found.expression.is_integer:
+                return graph.node_copy(node, value)
+            return written(graph, found, numbers)
+
+        default, first, last = (
+            self.capture.ambient.grad_enabled,
+            self.regions[segment.start],
+            self.regions[segment.stop],
+        )
+        for enter in first.autocast:
+            env[enter] = graph.node_copy(enter)
+        if first.grad != default:
+            graph.call_function(compat.SET_GRAD_ENABLED, (first.grad,))
+        for choice in first.kernels:  # undone at the end of the trace
+            _copied(graph, choice)
         for node in self.nodes[segment.start : segment.stop]:
             if node in env:  # an autocast region entered again
                 continue
@@ -250,39 +235,16 @@ class _Builder:
             if kwargs:
                 compat.set_kwargs(made, kwargs)
         result = tuple(env[node] for node in outputs)
-        self._close_regions(graph, segment, env)
+        if last.grad != default:
+            graph.call_function(compat.SET_GRAD_ENABLED, (default,))
+        for enter in reversed(last.autocast):
+            graph.call_function(compat.EXIT_AUTOCAST, (env[enter],))
         graph.output(result)
         return compat.graph_module(self.capture.module, graph)
 
-    def _number(
-        self,
-        graph: fx.Graph,
-        node: fx.Node,
-        numbers: Mapping[sympy.Symbol, fx.Node],
-        value: Callable[[fx.Node], Any],
-    ) -> Any:
-        """Recompute a number of another segment; a float by the same operations, to round alike."""
-        found = self.values.of[node]
-        if isinstance(found, Number) and not found.expression.is_integer:
-            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-            return graph.create_node(node.op, node.target, args, kwargs)
-
-        return written(graph, found, numbers)
-
-    def _open_regions(self, graph: fx.Graph, start: int, env: dict[fx.Node, Any]) -> None:
-        for enter in self.regions.autocast[start]:
-            assert callable(enter.target)
-            env[enter] = graph.call_function(enter.target, enter.args, enter.kwargs)
-        if self.regions.grad[start] != self.capture.ambient.grad_enabled:
-            graph.call_function(compat.SET_GRAD_ENABLED, (self.regions.grad[start],))
-        for choice in self.regions.kernels[start]:  # undone at the end of the trace
-            _copied(graph, choice)
-
-    def _close_regions(self, graph: fx.Graph, segment: Segment, env: dict[fx.Node, Any]) -> None:
-        if self.regions.grad[segment.stop] != self.capture.ambient.grad_enabled:
-            graph.call_function(compat.SET_GRAD_ENABLED, (self.capture.ambient.grad_enabled,))
-        for enter in reversed(self.regions.autocast[segment.stop]):
-            graph.call_function(compat.EXIT_AUTOCAST, (env[enter],))
+    def _literal(self, node: fx.Node) -> Any:
+        item = self.inputs.get(node)
+        return item.value if isinstance(item, ConstantInput) else self.values.of[node]
 
     def schedule(self, stages: Sequence[Stage]) -> Schedule:
         """The forward graph that calls the stages in order."""
@@ -308,8 +270,7 @@ class _Builder:
         recorded = [node for node in last_change if self._is_recorded(node)]
         new_values = [env[node] for node in recorded]
         env |= {node: sources[node] for node in recorded}  # an output that is an input itself
-        results_of_all = ops.returned(self.capture.module.graph)
-        outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env, sources))
+        outputs: Any = fx.map_arg(self.returned, lambda n: self._result(n, env, sources))
         graph.output(((*outputs, *new_values), ()))
         return Schedule(
             self.capture.name,
@@ -318,20 +279,19 @@ class _Builder:
             tuple(stages),
             symbols=self.values.symbols,
             recorded=tuple(sources[node].name for node in recorded),
-            views=tuple(self._views(results_of_all)),
+            views=tuple(self._views()),
             input_views=tuple(
                 (k, self.views[node][1])
-                for k, node in enumerate(results_of_all)
+                for k, node in enumerate(self.returned)
                 if node in self.views
             ),
         )
 
-    def _views(self, outputs: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    def _views(self) -> Iterator[tuple[int, str]]:
         """The outputs that are views of trained parameters, and the parameters' names."""
-        items = self.inputs.items()
-        params = [n for n, item in items if isinstance(item, ParamInput) and item.requires_grad]
-        named = {key: self._param(n) for n in params for key in self.values.storages[n]}
-        for k, node in enumerate(outputs):
+        trained = {n: item.info.name for n, item in self.params.items() if item.requires_grad}
+        named = {key: trained[n] for n in trained for key in self.values.storages[n]}
+        for k, node in enumerate(self.returned):
             if isinstance(node, fx.Node):
                 yield from ((k, named[key]) for key in self.values.storages[node] & named.keys())
 
@@ -355,7 +315,7 @@ class _Builder:
             return False
         changes = self._changes(node)
         grad = self.capture.ambient.grad_enabled
-        if not grad or not any(self.regions.grad[self.position[n]] for n in changes):
+        if not grad or not any(self.regions[self.position[n]].grad for n in changes):
             return False
         if any(VIEW_OF_BASE in user.meta for user in node.users):
             raise UnsupportedGraphError(
@@ -383,10 +343,7 @@ class _Builder:
                 return sources[origin]
         if node in self.views:  # the call recreates the view
             return sources[self.views[node][0]]
-        if node in env:
-            return env[node]
-        item = self.inputs.get(node)
-        return item.value if isinstance(item, ConstantInput) else self.values.of[node]
+        return env[node] if node in env else self._literal(node)
 
     def _origin(self, node: fx.Node) -> fx.Node:
         """The node that created the tensor object that `node` returns."""
@@ -409,11 +366,11 @@ def _label_buckets(stages: Sequence[Stage]) -> list[Stage]:
     ]
 
 
-def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> _Regions:
+def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> Iterator[_Region]:
     grad = capture.ambient.grad_enabled
-    regions = _Regions([grad], [()], [()])
     opened: list[fx.Node] = []
     kernels: dict[Any, fx.Node] = {}
+    yield _Region(grad, (), ())
     for node in nodes:
         name = getattr(node.target, "__name__", "")
         if name == "_set_grad_enabled":
@@ -424,17 +381,9 @@ def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> _Regions:
             opened.remove(node.args[0])  # type: ignore[arg-type]
         elif node.target in compat.CHOOSES_KERNELS:
             kernels[node.target] = node
-        regions.grad.append(grad)
-        regions.autocast.append(tuple(opened))
-        regions.kernels.append(tuple(kernels.values()))
-    return regions
+        yield _Region(grad, tuple(opened), tuple(kernels.values()))
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Copy a node with its inputs."""
     return graph.node_copy(node, lambda source: _copied(graph, source))
-
-
-def _output(capture: Capture) -> fx.Node:
-    node: fx.Node = capture.module.graph.output_node()
-    return node

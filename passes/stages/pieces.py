@@ -21,7 +21,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir.tiles import Axis, Result
 from megacompile.passes.stages.token_rules import Act
-from megacompile.passes.stages.tokenwise import Tokenwise, is_fill, is_view
+from megacompile.passes.stages.tokenwise import is_fill, is_view
 
 PRODUCTS = {"mm", "bmm", "addmm", "_scaled_mm"}
 _AGAIN = 16  # maximum number of recomputed nodes per value
@@ -44,25 +44,25 @@ class Members:
     reads: set[fx.Node] = field(default_factory=set)
 
 
-def divide(graph: fx.Graph, found: Tokenwise) -> list[Members]:
+def divide(graph: fx.Graph, acts: dict[fx.Node, Act]) -> list[Members]:
     """The pieces of a graph, in order; a single whole one if tiles do not pay off.
 
-    Removes nodes outside of tiled pieces from `found.acts`.
+    Removes nodes outside of tiled pieces from `acts`.
     """
     while True:
-        division = _Division(graph, found)
+        division = _Division(graph, acts)
         whole = division.without_products() or division.read_whole()
         if not whole:
             return division.pieces()
         for node in whole:
-            del found.acts[node]
+            del acts[node]
 
 
 class _Division:
     """The phase of each node: even phases are whole, odd ones tiled."""
 
-    def __init__(self, graph: fx.Graph, found: Tokenwise) -> None:
-        self.found = found
+    def __init__(self, graph: fx.Graph, acts: dict[fx.Node, Act]) -> None:
+        self.acts = acts
         self.graph = graph
         self.free: set[fx.Node] = set()  # repeated in each piece that reads them
         self.phases: dict[fx.Node, int] = {}
@@ -78,16 +78,16 @@ class _Division:
     def _is_free(self, node: fx.Node) -> bool:
         if is_fill(node):
             return True
-        if any(node in act.cuts for u in node.users if (act := self.found.acts.get(u))):
+        if any(node in act.cuts for u in node.users if (act := self.acts.get(u))):
             return False
         if node.op == "get_attr":
             return True
         sources = node.all_input_nodes
         known = all(s in self.free or s.op == "placeholder" for s in sources)
-        return is_view(node) and node not in self.found.acts and known and bool(sources)
+        return is_view(node) and node not in self.acts and known and bool(sources)
 
     def _first_phase(self, node: fx.Node) -> int:
-        act = self.found.acts.get(node)
+        act = self.acts.get(node)
         least = 0 if act is None else 1
         for source in node.all_input_nodes:
             before = self.phases.get(source)
@@ -104,7 +104,7 @@ class _Division:
 
     def stays(self, node: fx.Node, source: fx.Node) -> bool:
         """True if a node can read a tokenwise value within the same tile."""
-        act, given = self.found.acts[node], self.found.acts[source]
+        act, given = self.acts[node], self.acts[source]
         if given.items:  # an item of a tuple
             return True
         return given.results[0][0] is Result.CUT and act.cuts.get(source) == given.axis
@@ -112,7 +112,7 @@ class _Division:
     def _delay(self) -> None:
         """Move whole nodes as late as possible, because they use memory until they are read."""
         for node in reversed(list(self.phases)):
-            if node in self.found.acts or _is_item(node):
+            if node in self.acts or _is_item(node):
                 continue
             items = [user for user in node.users if _is_item(user)]
             users = [user for one in (node, *items) for user in self._users(one, items)]
@@ -135,17 +135,17 @@ class _Division:
         """Nodes of pieces without a matrix product: run whole, they fuse with others."""
         lonely: dict[int, list[fx.Node]] = {}
         for node, phase in self.phases.items():
-            if node in self.found.acts:
+            if node in self.acts:
                 lonely.setdefault(phase, []).append(node)
         return [n for nodes in lonely.values() if not any(map(is_product, nodes)) for n in nodes]
 
     def read_whole(self) -> list[fx.Node]:
         """Nodes that only whole pieces read and that are no smaller than their inputs: computed
         there, they fuse with their readers and are not kept for all tokens."""
-        return [node for node in self.phases if node in self.found.acts and self._read_whole(node)]
+        return [node for node in self.phases if node in self.acts and self._read_whole(node)]
 
     def _read_whole(self, node: fx.Node) -> bool:
-        sources, acts = node.all_input_nodes, self.found.acts
+        sources, acts = node.all_input_nodes, self.acts
         if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(sources) != 1:
             return False
         made, given = node.meta["val"], sources[0].meta["val"]
@@ -167,7 +167,7 @@ class _Division:
             chosen = {*own, *again}
             for node in self.graph.nodes:
                 if node in chosen:
-                    act = self.found.acts.get(node)
+                    act = self.acts.get(node)
                     members.nodes[node] = act if members.in_tiles else None
                     members.reads |= self._read(node, chosen)
         return list(made.values())
@@ -185,7 +185,7 @@ class _Division:
 
     def _is_at_hand(self, node: fx.Node, source: fx.Node) -> bool:
         """True if a node can read its piece's part of a value, which may be only a tile."""
-        acts = self.found.acts
+        acts = self.acts
         return node not in acts or source not in acts or self.stays(node, source)
 
     def _again(self, node: fx.Node, source: fx.Node, phase: int) -> list[fx.Node]:
@@ -203,7 +203,7 @@ class _Division:
             at = self.phases[one]
             if at % 2 == 0 and at < phase:
                 continue  # already in memory
-            act = self.found.acts.get(one)
+            act = self.acts.get(one)
             sums = act is not None and any(kind is not Result.CUT for kind, _ in act.results)
             if act is None or sums or is_product(one) or len(cone) == _AGAIN:
                 return []

@@ -37,9 +37,6 @@ class Segment:
     stop: int
     unit: int | None  # None if it belongs to several units or none
 
-    def join(self, other: Segment, unit: int | None) -> Segment:
-        return Segment(min(self.start, other.start), max(self.stop, other.stop), unit)
-
 
 def compute_nodes(capture: Capture, values: Values) -> list[fx.Node]:
     """The computing nodes in program order, with a tuple's items right after it."""
@@ -160,20 +157,16 @@ def _join_small(segments: Sequence[Segment], units: Sequence[Unit]) -> list[Segm
     joined: list[tuple[Segment, frozenset[int]]] = []
     for segment in segments:
         mine = frozenset() if segment.unit is None else frozenset({segment.unit})
-        if joined and not _repeats(mine, units):
+        if joined:
             last, theirs = joined[-1]
             both = mine | theirs
             size = sum(units[i].bucket.size_bytes for i in both)
-            if not _repeats(theirs, units) and size <= largest:
+            if not any(units[i].repeated for i in both) and size <= largest:
                 unit = segment.unit if mine == both else last.unit if theirs == both else None
-                joined[-1] = (last.join(segment, unit), both)
+                joined[-1] = (Segment(last.start, segment.stop, unit), both)
                 continue
         joined.append((segment, mine))
     return [segment for segment, _ in joined]
-
-
-def _repeats(indices: frozenset[int], units: Sequence[Unit]) -> bool:
-    return any(units[i].repeated for i in indices)
 
 
 def _merge_inseparable(
@@ -189,11 +182,8 @@ def _merge_inseparable(
     for first, last in spans:
         touched = [s for s in merged if s.start <= last and first < s.stop]
         if len(touched) > 1:
-            whole = touched[0]
-            for segment in touched[1:]:
-                whole = whole.join(segment, None)
             at = merged.index(touched[0])
-            merged[at : at + len(touched)] = [whole]
+            merged[at : at + len(touched)] = [Segment(touched[0].start, touched[-1].stop, None)]
     return merged
 
 
@@ -205,11 +195,9 @@ def _opaque_spans(
     for node in nodes:
         if values.is_tensor(node) or values.is_constant(node) or is_autocast(node):
             continue
-        if values.is_number(node):  # any stage can compute it
-            continue
-        users = [position[u] for u in node.users if u in position]
-        if users and max(users) > position[node]:
-            spans.append((position[node], max(users)))
+        last = max((position[u] for u in node.users if u in position), default=0)
+        if last > position[node] and not values.is_number(node):  # any stage can compute numbers
+            spans.append((position[node], last))
     return spans
 
 
@@ -224,13 +212,13 @@ def _alias_spans(
         holders = [n for n, keys in values.storages.items() if key in keys and n.op != "output"]
         uses = [position[user] for holder in holders for user in holder.users if user in position]
         made = [position[holder] for holder in holders if holder in position]
-        roots = {holder for holder in holders if holder not in position}  # inputs of the graph
-        crossing = set(roots)
-        for holder in holders:
-            if holder in position:
-                home = segment_at[position[holder]]
-                if any(segment_at[position.get(u, -1)] != home for u in holder.users):
-                    crossing.add(holder)
+        crossing = [  # inputs of the graph, and values that another segment reads
+            holder
+            for holder in holders
+            if holder not in position
+            or {segment_at[position.get(user, -1)] for user in holder.users}
+            - {segment_at[position[holder]]}
+        ]
         if len(crossing) > 1:
             spans.append((min(made + uses), max(made + uses)))
     return spans

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from megacompile.ir.tensors import TensorMeta, any_size
 from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.channels_last import lay_channels_last
-from megacompile.passes.stages.custom import with_whole_backwards
 from megacompile.passes.stages.floats import PowersOfTensors, check_floats
 from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
 from megacompile.passes.stages.numbers import (
@@ -162,11 +161,10 @@ def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Te
     if key not in cache:
         cache[key] = replace(
             template,
-            primals=tuple(meta.at(planned) for meta in template.primals),
-            outputs=tuple(meta.at(planned) for meta in template.outputs),
-            saved=tuple(meta.at(planned) for meta in template.saved),
-            tangent_metas=tuple(meta.at(planned) for meta in template.tangent_metas),
-            gradient_metas=tuple(meta.at(planned) for meta in template.gradient_metas),
+            **{
+                name: tuple(meta.at(planned) for meta in getattr(template, name))
+                for name in ("primals", "outputs", "saved", "tangent_metas", "gradient_metas")
+            },
             graphs={code: sized(graph, planned) for code, graph in template.graphs.items()},
             symbols=replace(template.symbols, planned=dict(planned)),
             traced=template.traced or template,
@@ -179,36 +177,20 @@ def next_index(cache: TemplateCache) -> int:
     return 1 + max((template.index for template in cache.values()), default=-1)
 
 
+@dataclass
 class _Tracer:
     """Traces one stage."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        params: int,
-        takes: BackwardInputs,
-        ambient: Ambient,
-        lowering: Lowering,
-    ) -> None:
-        self.stage = stage
-        self.module = stage.module
-        self.params = params
-        self.takes = takes
-        self.ambient = ambient
-        self.lowering = lowering
-        self.gradients: tuple[int, ...] = ()
-        self.written: tuple[int, ...] = ()
-        self.planned = numbers_of(stage.metas)
+    stage: Stage
+    params: int  # number of primals that are parameters
+    takes: BackwardInputs
+    ambient: Ambient
+    lowering: Lowering
+    gradients: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
 
     def template(self, index: int) -> Template:
-        try:
-            joint = self._trace_symbolic() if self.planned else self._trace()
-        except compat.UNTRACEABLE:
-            whole = with_whole_backwards(self.module)
-            if whole is None:
-                raise
-            self.module = whole
-            joint = self._trace_symbolic() if self.planned else self._trace()
+        joint = self._trace_symbolic() if numbers_of(self.stage.metas) else self._trace()
         return split(
             self.stage, joint, self.takes, self.gradients, index=index, written=self.written
         )
@@ -224,20 +206,22 @@ class _Tracer:
         Raises:
             UntraceableSymbols: the graphs differ.
         """
-        fakes = compat.SymbolicFakes(self.planned)
+        eager = self.lowering is Lowering.EAGER
+        fakes = compat.SymbolicFakes(numbers_of(self.stage.metas))
         with contextlib.ExitStack() as modes:
             modes.enter_context(fakes)
-            if self.lowering is not Lowering.EAGER:
-                joint = self._traced(PowersOfTensors(), compat.inductor_decompositions())
-                joint = compute_ints(joint, self.stage.metas)
-                fakes.note_fixed(self._where)
-                check_floats(joint)
-                return joint
-            modes.enter_context(real_tensors(self.stage))
-            modes.enter_context(compat.real_strides())
-            joint = self._traced(contextlib.nullcontext(), compat.symbolic_decompositions())
-        joint = compute_ints(joint, self.stage.metas)
-        fakes.note_fixed(self._where)
+            modes.enter_context(real_tensors(self.stage) if eager else PowersOfTensors())
+            if eager:
+                modes.enter_context(compat.real_strides())
+                decompositions = compat.symbolic_decompositions()
+            else:
+                decompositions = compat.inductor_decompositions()
+            joint = self._traced(contextlib.nullcontext(), decompositions)
+            joint = compute_ints(joint, self.stage.metas)
+            fakes.note_fixed(lambda: f"the stage {self.stage.name}, with its backward")
+        if not eager:
+            check_floats(joint)
+            return joint
         found = self.gradients, self.written
         plain = self._trace()
         plain.graph.eliminate_dead_code()
@@ -245,9 +229,6 @@ class _Tracer:
         if difference or found != (self.gradients, self.written):
             raise compat.UntraceableSymbols(f"with symbols, {difference or 'gradients differ'}")
         return joint
-
-    def _where(self) -> str:
-        return f"the stage {self.stage.name}, with its backward"
 
     def _trace(self) -> fx.GraphModule:
         """The joint graph.
@@ -297,7 +278,7 @@ class _Tracer:
         for i in self.stage.mutated:  # a separate value, so that the old one stays readable
             inputs[i] = primals[i].clone()
         held = {compat.storage_key(p) for p in primals[: self.params]}
-        outputs = list(self.module(*inputs))
+        outputs = list(self.stage.module(*inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
                 with torch.enable_grad():  # an unchanged parameter requires grad even under no_grad
@@ -337,10 +318,8 @@ class _Tracer:
             UnsupportedGraphError: it changed a tensor that other stages use and that is not a model
                 input.
         """
-        now = [compat.from_functional(t) for t in (*inputs, *outputs)]
-        changed = [
-            k for k, (old, new) in enumerate(zip(before, now, strict=True)) if old is not new
-        ]
+        pairs = enumerate(zip((*inputs, *outputs), before, strict=True))
+        changed = [k for k, (now, old) in pairs if compat.from_functional(now) is not old]
         written = tuple(k for k in changed if k < len(inputs))
         memory = {compat.storage_key(inputs[i]) for i in written}
         for k in changed:

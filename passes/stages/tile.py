@@ -14,10 +14,9 @@ rounding, not bitwise.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,8 +56,7 @@ def tile(
     lengths = tile_lengths(tokens.count, max(1, min(tiles, tokens.count)))
     rejected: set[fx.Node] = set()
     while True:
-        found = find_tokenwise(module.graph, tokens, whole, rejected)
-        members = divide(module.graph, found)
+        members = divide(module.graph, find_tokenwise(module.graph, tokens, whole, rejected))
         if not any(each.in_tiles for each in members):
             return module
         try:
@@ -80,24 +78,19 @@ class _NoPart(Exception):
 Read = tuple[fx.Node, Axis | None]
 
 
+@dataclass
 class _Writer:
     """Writes the graph of pieces."""
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        members: Sequence[Members],
-        lengths: tuple[int, ...],
-        tokens: int,
-    ) -> None:
-        self.module = module
-        self.members = members
-        self.lengths = lengths
-        self.tokens = tokens
-        self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}  # value of the given graph -> value of the new graph
-        self.metas: dict[fx.Node, TensorMeta] = {}  # their memory layouts
-        self.fakes = compat.fake_mode()
+    module: fx.GraphModule
+    members: Sequence[Members]
+    lengths: tuple[int, ...]
+    tokens: int
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    # value of the given graph -> value of the new graph, and its memory layout
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    metas: dict[fx.Node, TensorMeta] = field(default_factory=dict)
+    fakes: Any = field(default_factory=compat.fake_mode)
 
     def write(self) -> fx.GraphModule:
         for node in self.module.graph.find_nodes(op="placeholder"):
@@ -151,7 +144,6 @@ class _Part:
         self.made: dict[fx.Node, fx.Node] = {}
         self.reads: dict[Read, fx.Node] = {}
         self.fills: dict[Read, fx.Node] = {}  # constants, and views of tensors without tokens
-        self._last_read: fx.Node | None = None
         with writer.fakes:
             for node, act in members.nodes.items():
                 if _result(act)[0] is not Result.PRODUCT:
@@ -171,33 +163,25 @@ class _Part:
         act = self.members.nodes.get(node)
         if node in self.made and (act is None or act.items or cut == act.axis):
             return self.made[node]
-        if node not in self.writer.made:
-            return self._fill(node, cut)
-        if (node, cut) not in self.reads:
-            self.reads[node, cut] = self._placeholder(node, cut)
-        return self.reads[node, cut]
+        if node in self.writer.made:
+            if (node, cut) not in self.reads:
+                self.reads[node, cut] = self._placeholder(node, cut)
+            return self.reads[node, cut]
+        if (node, cut) not in self.fills:
+            filled = None if cut is None else Act({}, ((Result.CUT, cut),))
+            self.fills[node, cut] = self._copy(node, filled)
+        return self.fills[node, cut]
 
     def _placeholder(self, node: fx.Node, cut: Axis | None) -> fx.Node:
         value = self.writer.metas[node].empty()
         if cut is not None and self.length is not None:
             value = cut.cut(value, 0, self.length)
-        with self._behind_placeholders():
+        last = next(reversed(self.reads.values()), None)
+        where = self.graph.inserting_after(last) if last else self.graph.inserting_before()
+        with where:
             made = self.graph.placeholder(f"{node.name}_{len(self.reads)}")
         made.meta["val"] = value.detach()
-        self._last_read = made
         return made
-
-    def _behind_placeholders(self) -> contextlib.AbstractContextManager[Any]:
-        if self._last_read is not None:
-            return self.graph.inserting_after(self._last_read)
-        first = next(iter(self.graph.nodes), None)
-        return contextlib.nullcontext() if first is None else self.graph.inserting_before(first)
-
-    def _fill(self, node: fx.Node, cut: Axis | None) -> fx.Node:
-        if (node, cut) not in self.fills:
-            act = None if cut is None else Act({}, ((Result.CUT, cut),))
-            self.fills[node, cut] = self._copy(node, act)
-        return self.fills[node, cut]
 
     def _copy(self, node: fx.Node, act: Act | None) -> fx.Node:
         """The node, for a tile."""
@@ -205,10 +189,7 @@ class _Part:
         if self.length is None or act is None:
             made.meta["val"] = _whole(node.meta["val"])
             return made
-        if act.axis is not None:
-            self._resize(made, act.axis)
-        if act.results[0][0] is Result.SUM and name_of(made) == "sum":
-            self._widen(made)
+        self._resize(made, act)
         try:
             made.meta["val"] = value = computed(made)
         except NotComputedError as error:
@@ -219,19 +200,18 @@ class _Part:
             self._check(node, given, found, *result)
         return made
 
-    def _resize(self, made: fx.Node, axis: Axis) -> None:
-        """Replace the sizes in views and constants by the tile's."""
-        assert self.length is not None
-        at = _SIZES.get(name_of(made))
-        sizes: Any = made.args[at] if at is not None and len(made.args) > at else None
-        if isinstance(sizes, (list, tuple)) and sizes[axis.dim] != -1:
-            made.update_arg(at, list(axis.shape(tuple(sizes), self.length)))  # type: ignore[arg-type]
-
-    def _widen(self, made: fx.Node) -> None:
-        """Keep half-precision sums in float32, because they are accumulated."""
-        dtype = made.args[0].meta["val"].dtype  # type: ignore[union-attr]
-        if made.kwargs.get("dtype") is None and dtype.is_floating_point:
-            made.update_kwarg("dtype", sum_dtype(dtype))
+    def _resize(self, made: fx.Node, act: Act) -> None:
+        """Replace the sizes in views and constants by the tile's. Keep half-precision sums in
+        float32, because they are accumulated."""
+        name, axis, at = name_of(made), act.axis, _SIZES.get(name_of(made))
+        if axis is not None and at is not None and len(made.args) > at:
+            sizes: Any = made.args[at]
+            if isinstance(sizes, (list, tuple)) and sizes[axis.dim] != -1:
+                made.update_arg(at, list(axis.shape(tuple(sizes), self.length or 1)))
+        if act.results[0][0] is Result.SUM and name == "sum" and not made.kwargs.get("dtype"):
+            dtype = made.args[0].meta["val"].dtype  # type: ignore[union-attr]
+            if dtype.is_floating_point:
+                made.update_kwarg("dtype", sum_dtype(dtype))
 
     def _check(
         self, node: fx.Node, given: Any, found: Any, kind: Result, axis: Axis | None

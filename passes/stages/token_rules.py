@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Act:
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The meta of a node that returns one tensor of known size."""
+    """The shape of a node that returns one tensor of known size."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in value.shape):
         return None
@@ -47,6 +47,7 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 
 Rule = Callable[[fx.Node, Axes, int], Act | None]
+Move = Callable[[fx.Node, fx.Node, Axis, int], Axis | None]
 
 
 def name_of(node: fx.Node) -> str:
@@ -58,37 +59,30 @@ def _of(node: fx.Node) -> dict[str, Any]:
 
 
 def _rank(node: fx.Node) -> int:
-    shape = shape_of(node)
-    assert shape is not None
-    return len(shape)
+    return len(shape_of(node) or ())
 
 
 def _aligned(
     operands: Sequence[fx.Node], axes: Axes, rank: int, tokens: int
 ) -> tuple[Axis, dict[fx.Node, Axis]] | None:
     """The token axis of the broadcast shape, and the cut axis of each operand."""
-    found: Axis | None = None
-    for node in operands:
-        if node in axes:
-            axis = axes[node]
-            aligned = Axis(axis.dim + rank - _rank(node), axis.outer, axis.inner)
-            if found is not None and aligned != found:
-                return None
-            found = aligned
-    if found is None:
+    given = [node for node in operands if node in axes]
+    found = {replace(axes[node], dim=axes[node].dim + rank - _rank(node)) for node in given}
+    if len(found) != 1:
         return None
+    (axis,) = found
     cuts = {}
     for node in operands:
         shape = shape_of(node) or ()
-        dim = found.dim - (rank - len(shape))
-        if dim < 0 or (shape[dim] == 1 and found.size(tokens) != 1):
+        dim = axis.dim - (rank - len(shape))
+        if dim < 0 or (shape[dim] == 1 and axis.size(tokens) != 1):
             if node in axes:
                 return None
             continue  # broadcast over tokens
-        if shape[dim] != found.size(tokens):
+        if shape[dim] != axis.size(tokens):
             return None
-        cuts[node] = Axis(dim, found.outer, found.inner)
-    return found, cuts
+        cuts[node] = replace(axis, dim=dim)
+    return axis, cuts
 
 
 def pointwise(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -108,22 +102,32 @@ def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return act if act is not None and act.axis is not None and act.axis.dim != dim else None
 
 
-def _only(node: fx.Node, axes: Axes) -> tuple[fx.Node, Axis] | None:
-    source = node.args[0]
-    return (source, axes[source]) if isinstance(source, fx.Node) and source in axes else None
+# Operators whose results have all tokens of their first operand, and no tokens of others.
 
 
-def _kept(source: fx.Node, axis: Axis, made: Axis) -> Act:
-    return Act({source: axis}, ((Result.CUT, made),))
+def _moved(move: Move) -> Rule:
+    """The rule of such an operator.
+
+    Args:
+        move: (node, its first operand, the operand's axis, tokens) -> the axis of its results.
+    """
+
+    def rule(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+        source, value = node.args[0], node.meta["val"]
+        if not isinstance(source, fx.Node) or source not in axes:
+            return None
+        axis = move(node, source, axes[source], tokens)
+        if axis is None or any(n in axes for n in node.all_input_nodes if n is not source):
+            return None
+        items = isinstance(value, (tuple, list))
+        results = ((Result.CUT, axis),) * (len(value) if items else 1)
+        return Act({source: axes[source]}, results, items=items)
+
+    return rule
 
 
-def _reshape(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken, shape = _only(node, axes), shape_of(node)
-    if taken is None or shape is None:
-        return None
-    source, axis = taken
-    made = reshaped(axis, shape_of(source) or (), shape)
-    return None if made is None else _kept(source, axis, made)
+def _reshape(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    return reshaped(axis, shape_of(source) or (), shape_of(node) or ())
 
 
 def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
@@ -141,56 +145,63 @@ def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | 
     return None
 
 
-def _permute(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    order = list(range(_rank(node)))
+def _permute(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    order, given = list(range(_rank(node))), _of(node)
     if name_of(node) == "permute":
-        order = [d % len(order) for d in _of(node)["dims"]]
+        order = [d % len(order) for d in given["dims"]]
     elif name_of(node) == "t":
         order.reverse()
     else:
-        a, b = (_of(node)[key] % len(order) for key in ("dim0", "dim1"))
+        a, b = (given[key] % len(order) for key in ("dim0", "dim1"))
         order[a], order[b] = order[b], order[a]
-    return _kept(source, axis, Axis(order.index(axis.dim), axis.outer, axis.inner))
+    return replace(axis, dim=order.index(axis.dim))
 
 
-def _expand(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken, shape = _only(node, axes), shape_of(node)
-    if taken is None or shape is None:
-        return None
-    source, axis = taken
-    dim = axis.dim + len(shape) - _rank(source)
-    if shape[dim] != axis.size(tokens):
-        return None
-    return _kept(source, axis, Axis(dim, axis.outer, axis.inner))
+def _expand(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    shape = shape_of(node) or ()
+    made = replace(axis, dim=axis.dim + len(shape) - _rank(source))
+    return made if shape[made.dim] == axis.size(tokens) else None
 
 
-def _slice(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
     """A part of another dimension: the token axis stays, or shifts if the dimension is removed."""
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
     dim = _of(node)["dim"] % _rank(source)
     if dim == axis.dim:
         return None
-    gone = _rank(source) - _rank(node)
-    below = gone if dim < axis.dim else 0
-    return _kept(source, axis, Axis(axis.dim - below, axis.outer, axis.inner))
+    removed = _rank(source) - _rank(node) if dim < axis.dim else 0
+    return replace(axis, dim=axis.dim - removed)
 
 
-def _split(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    if _of(node)["dim"] % _rank(source) == axis.dim:
-        return None
-    results = tuple((Result.CUT, axis) for _ in node.meta["val"])
-    return Act({source: axis}, results, items=True)
+def _split(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    return None if _of(node)["dim"] % _rank(source) == axis.dim else axis
+
+
+def _norm(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    """A norm over the last dimensions: the result, and statistics of the same rank."""
+    return axis if axis.dim < _rank(source) - len(_of(node)["normalized_shape"]) else None
+
+
+def _dims(node: fx.Node, source: fx.Node) -> list[int]:
+    """The reduced dimensions."""
+    rank, dims = _rank(source), _of(node).get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    return [d % rank for d in dims] if rank else []
+
+
+def _reduced(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    dims, given = _dims(node, source), _of(node)
+    below = 0 if given.get("keepdim") else sum(d < axis.dim for d in dims)
+    return None if axis.dim in dims else replace(axis, dim=axis.dim - below)
+
+
+# Other operators.
+
+
+def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    source: Any = node.args[0]
+    if source in axes and axes[source].dim in _dims(node, source):
+        return Act({source: axes[source]}, ((Result.SUM, None),))
+    return _moved(_reduced)(node, axes, tokens)
 
 
 def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -205,37 +216,15 @@ def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return Act(cuts, ((Result.CUT, axis),))
 
 
-def _reduce(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    rank, given = _rank(source), _of(node)
-    dims = given.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
-    dims = [d % rank for d in dims] if rank else []
-    pair = isinstance(node.meta.get("val"), (tuple, list))
-    if axis.dim in dims:
-        return Act({source: axis}, ((Result.SUM, None),)) if name_of(node) == "sum" else None
-    below = 0 if given.get("keepdim") else sum(d < axis.dim for d in dims)
-    made = Axis(axis.dim - below, axis.outer, axis.inner)
-    results = ((Result.CUT, made),) * (len(node.meta["val"]) if pair else 1)
-    return Act({source: axis}, results, items=pair)
-
-
 def _mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    a, b = node.args[:2]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    return _product(node, a, b, axes, Result.PRODUCT)
+    return _product(*node.args[:2], axes, Result.PRODUCT)  # type: ignore[arg-type]
 
 
 def _bmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    a, b = node.args[:2]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    return _product(node, a, b, axes, Result.SUM)
+    return _product(*node.args[:2], axes, Result.SUM)  # type: ignore[arg-type]
 
 
-def _product(node: fx.Node, a: fx.Node, b: fx.Node, axes: Axes, sums: Result) -> Act | None:
+def _product(a: fx.Node, b: fx.Node, axes: Axes, sums: Result) -> Act | None:
     """The rule for matrices in the last two dimensions, one or many."""
     rank, left, right = _rank(a), axes.get(a), axes.get(b)
     rows, columns = rank - 2, rank - 1
@@ -261,9 +250,9 @@ def _product(node: fx.Node, a: fx.Node, b: fx.Node, axes: Axes, sums: Result) ->
 def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     bias, a, b = node.args[:3]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node) and isinstance(bias, fx.Node)
-    if bias in axes or b in axes or a not in axes or axes[a].dim != 0:
+    if bias in axes or b in axes or a not in axes or axes[a].dim != 0 or _rank(bias) > 1:
         return None
-    return Act({a: axes[a]}, ((Result.CUT, axes[a]),)) if _rank(bias) < 2 else None
+    return Act({a: axes[a]}, ((Result.CUT, axes[a]),))
 
 
 def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -291,18 +280,6 @@ def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     if not isinstance(indices, fx.Node) or indices not in axes or table in axes:
         return None
     return Act({indices: axes[indices]}, ((Result.CUT, axes[indices]),))
-
-
-def _norm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A norm over the last dimensions: the result, and statistics of the same rank."""
-    taken = _only(node, axes)
-    if taken is None or any(n in axes for n in node.all_input_nodes if n is not taken[0]):
-        return None
-    source, axis = taken
-    if axis.dim >= _rank(source) - len(_of(node)["normalized_shape"]):
-        return None
-    results = ((Result.CUT, axis),) * len(node.meta["val"])
-    return Act({source: axis}, results, items=True)
 
 
 def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -334,8 +311,7 @@ def _attention(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
             cuts[operand] = axis
         elif operand is not mask or operand in axes:
             return None
-    values = node.meta["val"]
-    results = tuple(_of_samples(value, axis, tokens) for value in values)
+    results = tuple(_of_samples(value, axis, tokens) for value in node.meta["val"])
     if name_of(node).endswith("_backward"):
         used = {user.args[1] for user in node.users}
         if any(axis is None for k, (_, axis) in enumerate(results) if k in used):
@@ -352,23 +328,24 @@ def _of_samples(value: Any, axis: Axis, tokens: int) -> tuple[Result, Axis | Non
     return Result.CUT, axis if is_cut and value.shape[0] == axis.size(tokens) else None
 
 
+def _rules(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
 RULES: dict[str, Rule] = {
-    **dict.fromkeys("view _unsafe_view reshape unsqueeze squeeze".split(), _reshape),
-    **dict.fromkeys("permute transpose t".split(), _permute),
-    **dict.fromkeys("alias detach clone _to_copy convert_element_type".split(), pointwise),
-    **dict.fromkeys("full_like zeros_like ones_like empty_like".split(), pointwise),
-    **dict.fromkeys(
-        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data".split(), _along
-    ),
-    **dict.fromkeys("slice select".split(), _slice),
-    **dict.fromkeys("split split_with_sizes unbind".split(), _split),
-    **dict.fromkeys("sum mean amax amin var var_mean prod any all logsumexp".split(), _reduce),
-    **dict.fromkeys("argmax argmin".split(), _reduce),
-    **dict.fromkeys("native_layer_norm _fused_rms_norm".split(), _norm),
-    **dict.fromkeys("native_layer_norm_backward _fused_rms_norm_backward".split(), _norm_backward),
-    "expand": _expand,
-    "cat": _all_cut,
-    "slice_scatter": _all_cut,
+    **_rules(pointwise, "alias detach clone _to_copy convert_element_type"),
+    **_rules(pointwise, "full_like zeros_like ones_like empty_like"),
+    **_rules(_along, "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"),
+    **_rules(_moved(_reshape), "view _unsafe_view reshape unsqueeze squeeze"),
+    **_rules(_moved(_permute), "permute transpose t"),
+    **_rules(_moved(_expand), "expand"),
+    **_rules(_moved(_slice), "slice select"),
+    **_rules(_moved(_split), "split split_with_sizes unbind"),
+    **_rules(_moved(_reduced), "mean amax amin var var_mean prod any all logsumexp argmax argmin"),
+    **_rules(_moved(_norm), "native_layer_norm _fused_rms_norm"),
+    **_rules(_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
+    **_rules(_all_cut, "cat slice_scatter"),
+    "sum": _sum,
     "mm": _mm,
     "bmm": _bmm,
     "addmm": _addmm,
@@ -376,14 +353,9 @@ RULES: dict[str, Rule] = {
     "embedding": _embedding,
 }
 
+_KERNELS = "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention"
 ATTENTION: dict[str, Rule] = {  # for tiles of whole samples
     f"_scaled_dot_product_{kind}{way}": _attention
-    for kind in (
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "efficient_attention",
-        "cudnn_attention",
-        "fused_attention_overrideable",
-    )
+    for kind in f"{_KERNELS} fused_attention_overrideable".split()
     for way in ("", "_backward")
 }

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -62,22 +62,13 @@ class Tokens:
         return Axis(flat[0], outer, inner) if flat else None
 
 
-@dataclass(slots=True)
-class Tokenwise:
-    """The facts about the nodes of a graph."""
-
-    tokens: Tokens
-    acts: dict[fx.Node, Act] = field(default_factory=dict)  # of the tokenwise ones
-    axes: dict[fx.Node, Axis] = field(default_factory=dict)  # axes of values with tokens
-
-
 def find_tokenwise(
     graph: fx.Graph,
     tokens: Tokens,
     whole: frozenset[str],
     rejected: Collection[fx.Node] = (),
-) -> Tokenwise:
-    """The tokenwise nodes of a graph.
+) -> dict[fx.Node, Act]:
+    """The tokenwise nodes of a graph, with their actions.
 
     Args:
         graph: a graph of ATen operators with fake tensors in `meta["val"]`.
@@ -85,18 +76,22 @@ def find_tokenwise(
         whole: names of the placeholders without tokens.
         rejected: nodes to treat as not tokenwise despite the rules.
     """
-    found = Tokenwise(tokens)
+    acts: dict[fx.Node, Act] = {}
+    axes: dict[fx.Node, Axis] = {}  # of values with tokens
     for node in graph.nodes:
-        if node.op == "placeholder" and node.name in whole:
+        if node.op not in ("placeholder", "call_function") or node.name in whole:
             continue
-        may = node.op == "call_function" and node not in rejected
-        act = _act(node, found) if may else None
+        act = None
+        if node.op == "call_function" and node not in rejected and not compat.is_random(node):
+            act = _act(node, tokens, acts, axes)
+        shape = shape_of(node)
+        of_weight = is_view(node) and axes.keys().isdisjoint(node.all_input_nodes)
+        axis = None if shape is None or of_weight else tokens.axis_in(shape)
         if act is not None:
-            found.acts[node] = act
-        axis = _axis(node, act, found)
+            acts[node], axis = act, act.axis
         if axis is not None:
-            found.axes[node] = axis
-    return found
+            axes[node] = axis
+    return acts
 
 
 def is_fill(node: fx.Node) -> bool:
@@ -109,49 +104,25 @@ def is_view(node: fx.Node) -> bool:
     return node.target is not operator.getitem and aten.is_view(node)
 
 
-def _axis(node: fx.Node, act: Act | None, found: Tokenwise) -> Axis | None:
-    if act is not None:
-        return act.axis
-    shape = shape_of(node)
-    if shape is None or node.op not in ("placeholder", "call_function"):
-        return None
-    if is_view(node) and not any(source in found.axes for source in node.all_input_nodes):
-        return None  # of a weight
-    return found.tokens.axis_in(shape)
-
-
-def _act(node: fx.Node, found: Tokenwise) -> Act | None:
-    if compat.is_random(node):
-        return None
+def _act(
+    node: fx.Node, tokens: Tokens, acts: Mapping[fx.Node, Act], axes: Mapping[fx.Node, Axis]
+) -> Act | None:
+    name, source = name_of(node), node.args[0] if node.args else None
     if is_fill(node):
-        shape = shape_of(node)
-        axis = None if shape is None else found.tokens.axis_in(shape)
+        axis = tokens.axis_in(shape_of(node) or ())
         return None if axis is None else Act({}, ((Result.CUT, axis),))
-    if node.target is operator.getitem:
-        return _item(node, found)
-    rule = RULES.get(name_of(node))
-    if rule is None and found.tokens.samples:
-        rule = ATTENTION.get(name_of(node))
+    if node.target is operator.getitem:  # handled like the node that returns the tuple
+        act, index = acts.get(source), node.args[1]  # type: ignore[arg-type]
+        return Act({}, (act.results[index],)) if act and isinstance(index, int) else None
+    rule = RULES.get(name) or (ATTENTION.get(name) if tokens.samples else None)
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = pointwise
-    offered = {n: found.axes[n] for n in node.all_input_nodes if n in found.axes}
+    offered = {n: axes[n] for n in node.all_input_nodes if n in axes}
     if rule is None or not offered or any(shape_of(n) is None for n in node.all_input_nodes):
         return None
-    made = rule(node, offered, found.tokens.count)
-    if made is None and name_of(node) in (
-        "mm",
-        "bmm",
-    ):  # an operand may be whole: keys of attention
+    made = rule(node, offered, tokens.count)
+    if made is None and name in ("mm", "bmm"):  # an operand may be whole: keys of attention
         for source in reversed(offered):
             rest = {other: axis for other, axis in offered.items() if other is not source}
-            made = made or (rule(node, rest, found.tokens.count) if rest else None)
+            made = made or (rule(node, rest, tokens.count) if rest else None)
     return made
-
-
-def _item(node: fx.Node, found: Tokenwise) -> Act | None:
-    """An item of a tuple; handled like the node that returns the tuple."""
-    source, index = node.args
-    act = found.acts.get(source) if isinstance(source, fx.Node) else None
-    if act is None or not isinstance(index, int):
-        return None
-    return Act({}, (act.results[index],))

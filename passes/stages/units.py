@@ -33,10 +33,6 @@ class _Subtree:
     repeated: bool
 
     @property
-    def modules(self) -> frozenset[int]:
-        return frozenset(id(m) for root in self.roots for m in root.modules())
-
-    @property
     def size_bytes(self) -> int:
         return sum(leaf.tensor.numel() * leaf.tensor.dtype.itemsize for leaf in self.params)
 
@@ -61,17 +57,15 @@ def find_units(
         fresh = list({id(leaf.tensor): leaf for leaf in reversed(fresh)}.values())[::-1]
         seen.update(id(leaf.tensor) for leaf in fresh)
         subtrees.append(_Subtree(subtree.name, subtree.roots, tuple(fresh), subtree.repeated))
-    units = []
-    for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
-        units.append(
-            Unit(
-                bucket=_bucket(key, subtree, compute_dtype, ranks, replicas),
-                modules=subtree.modules,
-                roots=frozenset(id(m) for m in subtree.roots),
-                repeated=subtree.repeated,
-            )
+    return tuple(
+        Unit(
+            bucket=_bucket(key, subtree, compute_dtype, ranks, replicas),
+            modules=frozenset(id(m) for root in subtree.roots for m in root.modules()),
+            roots=frozenset(map(id, subtree.roots)),
+            repeated=subtree.repeated,
         )
-    return tuple(units)
+        for key, subtree in enumerate(_join_small([s for s in subtrees if s.params]))
+    )
 
 
 def _bucket(
@@ -91,25 +85,18 @@ def _bucket(
 
 
 def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:
-    whole = _Subtree(
-        name or type(module).__name__,
-        (module,),
-        tuple(leaves(module, name)),
-        repeated,
-    )
+    label = name or type(module).__name__
+    whole = _Subtree(label, (module,), tuple(leaves(module, name)), repeated)
     if not whole.params:
         return
-    fits = whole.size_bytes <= limit_bytes
-    if fits and (repeated or not _has_repeats(module)):
-        yield whole
-        return
-    children = list(module.named_children())
-    if not children:  # one module over the limit: it cannot be divided further
+    divides = not repeated and any(map(_repeated_classes, module.modules()))
+    children = list(module.named_children())  # none: one module over the limit stays whole
+    if not children or (whole.size_bytes <= limit_bytes and not divides):
         yield whole
         return
     own = tuple(own_leaves(module, _join(name, "")))
     if own:
-        yield _Subtree(name or type(module).__name__, (), own, repeated=False)
+        yield _Subtree(label, (), own, repeated=False)
     like = _repeated_classes(module)
     for child_name, child in children:
         yield from _split(child, _join(name, child_name), limit_bytes, repeated=type(child) in like)
@@ -123,10 +110,6 @@ def _repeated_classes(module: nn.Module) -> set[type[nn.Module]]:
         type(child) for child in module.children() if next(child.parameters(), None) is not None
     )
     return {cls for cls, count in counts.items() if count >= 2}
-
-
-def _has_repeats(module: nn.Module) -> bool:
-    return any(_repeated_classes(m) for m in module.modules())
 
 
 def _join_small(subtrees: Sequence[_Subtree]) -> list[_Subtree]:

@@ -36,12 +36,7 @@ from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.passes.edit import with_stages
 
 _INDICES = ("index", "indices", "target")  # their names in ATen's schemas
-_CHANCES = (
-    "bernoulli",
-    "bernoulli_",
-    "multinomial",
-    "_assert_async",
-)  # they check values
+_CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # they check values
 _SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _SAME_VALUES |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "clone"}
 _SAME_VALUES |= {"constant_pad_nd"}  # pads with a loss's ignore_index
@@ -77,8 +72,9 @@ def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
 
 def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
     """The strides of a stage's outputs; None if unknown."""
-    if not all(map(_is_settled_by_running, (*stage.metas, *stage.outputs))):
-        return None
+    for meta in (*stage.metas, *stage.outputs):  # only CPU tensors of known size
+        if meta.device.type != "cpu" or not isinstance(meta, TensorMeta) or meta.symbolic:
+            return None
     try:
         with ambient.apply(), real_tensors(stage):
             inputs = [meta.zeros() for meta in stage.metas]
@@ -88,12 +84,6 @@ def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
             return tuple(output.stride() for output in outputs)
     except (RuntimeError, IndexError, ValueError, ArithmeticError, *compat.UNTRACEABLE):
         return None  # zeros are not the user's data
-
-
-def _is_settled_by_running(meta: object) -> bool:
-    """True for a CPU tensor of known size."""
-    known = getattr(meta, "symbolic", None) is None
-    return isinstance(meta, TensorMeta) and meta.device.type == "cpu" and known
 
 
 def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[TensorMeta, ...]:
@@ -126,18 +116,14 @@ def computes_indices(graph: fx.Graph) -> bool:
         if any(source in computed for source in sources):
             computed.add(node)
         elif any(source in given for source in sources):
-            (given if _name(node) in _SAME_VALUES else computed).add(node)
+            (given if compat.operator_name(node.target) in _SAME_VALUES else computed).add(node)
     return False
 
 
 def _checked(node: fx.Node) -> Iterator[Any]:
     """The arguments whose values an operator checks."""
-    if _name(node) in _CHANCES:
+    if compat.operator_name(node.target) in _CHANCES:
         yield from node.all_input_nodes[:1]
     for name, value in compat.arguments_of(node):
         if name in _INDICES:
             yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _name(node: fx.Node) -> str:
-    return compat.operator_name(node.target)

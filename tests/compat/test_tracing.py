@@ -357,23 +357,3 @@ def test_vector_instructions_are_tried_in_one_process_of_several(
     compat.use_vector_isas(every[1:])
     assert found == [(name, name in every[1:]) for name in every]
     assert vars(cpu_vec_isa.VecISA)["check_build"] is tried
-
-
-def test_custom_operators_with_a_backward_in_python() -> None:
-    schema = "(Tensor x, int n, *, float scale=2.0) -> Tensor"
-
-    def scaled(x: torch.Tensor, n: int, scale: float = 2.0) -> torch.Tensor:
-        return x * n * scale
-
-    name = "megacompile_tests::scaled"
-    made = torch.library.custom_op(name, scaled, mutates_args=(), schema=schema)
-    assert compat.custom_operator(torch.ops.megacompile_tests.scaled) is None, "no backward yet"
-    made.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, **given: None)
-    found = compat.custom_operator(torch.ops.megacompile_tests.scaled)
-    assert isinstance(found, compat.CustomOperator)
-    assert found.inputs == ["Tensor x", "int n", "float scale"]
-    arguments = found.arguments((torch.ones(2), 3), {})
-    assert arguments[1:] == [3, 2.0]
-    assert found.call(arguments).tolist() == [6.0, 6.0]
-    assert found.placed(["x", "n", "scale"]) == ["x", "n"]
-    assert compat.custom_operator(torch.ops.aten.mm.default) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,67 +100,6 @@ def mapping(m: Any, x: Tensor) -> Tensor:
     return x.square().sum()
 
 
-# A custom operator whose backward asks for data.
-
-
-def _grouped(x: Tensor, weight: Tensor, ends: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Rows up to each end times a matrix each, and how many rows each has."""
-    made, begin, counts = x.new_zeros(x.shape[0], weight.shape[2]), 0, torch.zeros_like(ends)
-    for i, end in enumerate(ends.tolist()):
-        made[begin:end] = x[begin:end] @ weight[i] * scale
-        counts[i] = end - begin
-        begin = end
-    return made, counts
-
-
-def _keep(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.mark_non_differentiable(output[1])
-    ctx.scale = keyword_only_inputs["scale"]
-
-
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    x, weight, ends = ctx.saved_tensors
-    grad_x, grad_weight, begin = torch.zeros_like(x), torch.zeros_like(weight), 0
-    for i, end in enumerate(ends.tolist()):
-        grad_x[begin:end] = grad[begin:end] @ weight[i].t() * ctx.scale
-        grad_weight[i] = x[begin:end].t() @ grad[begin:end] * ctx.scale
-        begin = end
-    return grad_x, grad_weight, None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operator() -> Iterator[Any]:
-    made = torch.library.custom_op(
-        "megacompile_tests::grouped",
-        _grouped,
-        mutates_args=(),
-        schema="(Tensor x, Tensor weight, Tensor ends, *, float scale=0.5) -> (Tensor, Tensor)",
-    )
-    made.register_fake(
-        lambda x, weight, ends, scale=0.5: (
-            x.new_empty(x.shape[0], weight.shape[2]),
-            torch.empty_like(ends),
-        )
-    )
-    made.register_autograd(_gradients, setup_context=_keep)
-    yield made
-
-
-def grouped(m: Any, x: Tensor, ends: Tensor) -> Tensor:
-    y, counts = torch.ops.megacompile_tests.grouped(m.first(x), m.weight, ends, scale=0.25)
-    return m.head(y).square().mean() * counts[0]
-
-
-def experts() -> Any:
-    weight = nn.Parameter(torch.randn(3, 8, 5))
-    return in_a_row(grouped, count=1, width=8, weight=weight, head=nn.Linear(5, 2))
-
-
-def expert_calls() -> list[tuple[Any, ...]]:
-    return [(rows(n), torch.tensor([n // 3, n // 2, n])) for n in (6, 8, 11, 7)]
-
-
 @dataclass(frozen=True)
 class Row:
     """A model, the calls that it is trained with, and its schedules and templates then."""
@@ -188,7 +127,6 @@ ROWS: dict[str, Row] = {
         1,
         3,
     ),
-    "a backward that asks for data": Row(experts, expert_calls, 2),
     "layers of a function that is left whole": Row(
         whole.Model, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
     ),

@@ -141,7 +141,7 @@ def test_print_shows_what_ran(stepped: Watched, capsys: pytest.CaptureFixture[st
 def test_the_history_has_every_pass_and_what_it_did(stepped: Watched) -> None:
     schedule, history = stepped.schedule, stepped.schedule.history
     names = [record.name for record in history]
-    assert names[0] == "unpack" and names[-1] == "lower" and len(set(names)) == len(names)
+    assert names[0] == "checkpoints" and names[-1] == "lower" and len(set(names)) == len(names)
     first = names.index("partition")
     for part in (history[:first], history[first:]):
         for earlier, later in zip(part, part[1:], strict=False):

@@ -166,7 +166,7 @@ def test_what_looks_at_other_tokens_gets_them_all(name: str) -> None:
 def test_tensors_joined_along_the_tokens_are_not_tokenwise() -> None:
     """By the rule alone: what a tile of them would be is found out late, and costs a search."""
     module = traced(NOT_TOKENWISE["two behind one another"], X, (W, W))
-    acts = find_tokenwise(module.graph, Tokens(X, 1), frozenset({"w_1"})).acts
+    acts = find_tokenwise(module.graph, Tokens(X, 1), frozenset({"w_1"}))
     assert {"mm", "cat"} & {node.name for node in acts} == {"mm"}
 
 
