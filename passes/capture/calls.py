@@ -121,19 +121,14 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
             if node.op == "get_attr":  # a constant first used in the vmap
                 region[0].prepend(node)
         call = graph.call_module(name, tuple(inputs))
-        call.meta = _place_of(region)
+        # in the modules of the first node that has any
+        call.meta = dict(next(filter(compat.module_calls, region), region[0]).meta)
         for i, node in enumerate(outputs):
             item = graph.call_function(operator.getitem, (call, i))
             item.meta = dict(node.meta)
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
     for node in reversed(region):
         graph.erase_node(node)
-
-
-def _place_of(region: Sequence[fx.Node]) -> dict[str, object]:
-    """The meta of the first node with a module stack."""
-    placed = (node.meta for node in region if compat.module_calls(node))
-    return dict(next(placed, region[0].meta))
 
 
 def take_numbers(capture: Capture) -> Capture:

@@ -228,21 +228,19 @@ class _Finder:
             self._check_step(node, last=user is loss)
             chain.append(node)
             node, user = _source(node), node
+        classes = self.meta(node).shape[-1]
         for step in chain:
-            self._check_classes(step, self.meta(node).shape[-1])
+            if step.target not in _TRANSPOSES and self.meta(step).sizes[-1:] != (classes,):
+                raise _Whole(f"{step} does not keep the {classes} classes in the last dimension")
         return tuple(reversed(chain)), node
 
     def _check_users(self, node: fx.Node, user: fx.Node) -> None:
         for other in node.users:
             if other.op == "output":
                 raise _Whole(f"the logits ({node}) are returned to the caller; return the loss")
-            if other is not user and not self._asks_for_size(other):
+            looks = self.values.of[other] is not None and not self.values.mutates[other]
+            if other is not user and not (looks and self._is_known(other)):  # not for a size
                 raise _Whole(f"the logits ({node}) are also used by {other}")
-
-    def _asks_for_size(self, user: fx.Node) -> bool:
-        """True if a user reads only a tensor's metadata."""
-        looks = self.values.of[user] is not None and not self.values.mutates[user]
-        return looks and self._is_known(user)
 
     def _check_step(self, node: fx.Node, *, last: bool) -> None:
         """Raise unless a node between the head and its loss commutes with the linear layer."""
@@ -281,11 +279,6 @@ class _Finder:
             return False
         dims = [d % 3 for d in order]
         return dims == [0, 2, 1] if node.target in _PERMUTES else sorted(dims) == [1, 2]
-
-    def _check_classes(self, node: fx.Node, classes: int) -> None:
-        shape = self.meta(node).sizes
-        if node.target not in _TRANSPOSES and (not shape or shape[-1] != classes):
-            raise _Whole(f"{node} does not keep the {classes} classes in the last dimension")
 
     def _rows(self, chain: Sequence[fx.Node], linear: fx.Node, target: Any) -> tuple[int, Any, int]:
         """Rows and classes of the loss's input, whose classes come last or are transposed.

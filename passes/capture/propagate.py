@@ -234,15 +234,13 @@ class Recalling(Interpreter):
         if changed & self._viewed:
             raise NotRecallableError(f"{n} changes a tensor with a recalled view")
         self._changed |= changed
-        if n.op.startswith("call_") and not self._takes_tensors(n):
+        taken = (tensors_in(self.value_of(source)) for source in n.all_input_nodes)
+        if n.op.startswith("call_") and not any(taken):
             known = n.target in (compat.SET_GRAD_ENABLED, compat.EXIT_AUTOCAST)
             known |= getattr(n.target, "__name__", "") == "_enter_autocast"
             if not known and (value is None or not _is_data(value)):
                 self._epoch += 1
             self._set_mode()
-
-    def _takes_tensors(self, n: fx.Node) -> bool:
-        return any(tensors_in(self.value_of(source)) for source in n.all_input_nodes)
 
     def _set_mode(self) -> None:
         self._mode = None if compat.in_transform() else Ambient.current(self.capture.device)

@@ -128,7 +128,12 @@ def _place(
         elif wanted.key in at:
             slot = at[wanted.key]
         else:
-            free = [i for i in range(count) if _is_free(occupant.get(i), readers, position, node)]
+            free = [
+                i  # the last reader of its bucket is issued before
+                for i in range(count)
+                if i not in occupant
+                or all(position[reader] < position[node] for reader in readers[occupant[i]])
+            ]
             if not free:
                 return None
             upcoming = keys[k + 1 :]
@@ -142,30 +147,14 @@ def _place(
             )
             previous = occupant.get(slot)
             if previous is not None and readers[previous]:
-                after = (_result(readers[previous][-1]),)
+                last = readers[previous][-1]  # one result, so that not all are kept alive
+                after = (min((item for _, item in ops.items(last)), default=last),)
         places.chosen[node] = slot
         places.after[node] = after
         places.holds[slot] = wanted
         places.sizes[slot] = max(wanted.size_bytes, places.sizes.get(slot, 0))
         occupant[slot] = node
     return places
-
-
-def _result(call: fx.Node) -> fx.Node:
-    """One result of a compute, to wait for it without keeping all results alive."""
-    return min((item for _, item in ops.items(call)), default=call)
-
-
-def _is_free(
-    occupant: fx.Node | None,
-    readers: Mapping[fx.Node, list[fx.Node]],
-    position: Mapping[fx.Node, int],
-    node: fx.Node,
-) -> bool:
-    """True if the last reader of a slot's bucket is issued before `node`."""
-    if occupant is None:
-        return True
-    return all(position[reader] < position[node] for reader in readers[occupant])
 
 
 def _next_use(bucket: Bucket | None, upcoming: list[int]) -> int:

@@ -19,7 +19,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.liveness import outliving
-from megacompile.ir.ops import Op, Part, Value
+from megacompile.ir.ops import Part, Value
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import is_live
@@ -120,16 +120,11 @@ def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
             found += user.users
     for reader in tuple(found):
         op = ops.effects(reader)
-        if op.fills is not None and _fills_later(reader, op, node):
+        if op.fills is None or op.stream is Stream.COMPUTE:
+            continue  # no copy or collective fills memory that is read through its result
+        if op.stream is Stream.H2D or reader.args[op.fills] is node:
             found += reader.users
     return found
-
-
-def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
-    """True if a copy or a collective fills memory that is read through its result."""
-    if op.stream is Stream.COMPUTE:
-        return False
-    return op.stream is Stream.H2D or user.args[op.fills] is node  # type: ignore[index]
 
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:

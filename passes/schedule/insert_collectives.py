@@ -98,7 +98,14 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
     if defers:
         return replace(schedule, defers=True)
     new, graph = copied(schedule)
-    for node in ops.nodes_that(graph, _takes_part):
+    consumers = ops.nodes_that(  # they hand gradients on, or update with them
+        graph,
+        lambda op: (
+            op.gives not in (Value.GRADIENTS, Value.NORMS)
+            and any(takes.kind is Value.GRADIENTS and takes.ends for takes in op.takes)
+        ),
+    )
+    for node in consumers:
         gradients = taken(node, Value.GRADIENTS)
         bucket = ops.bucket_of(node)
         if gradients is None or bucket.replicas == 1:
@@ -109,13 +116,6 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
         mean.meta["value"] = gradients.meta.get("value")
         compat.set_args(node, tuple(mean if arg is gradients else arg for arg in node.args))
     return new
-
-
-def _takes_part(op: ops.Op) -> bool:
-    """True if an op consumes a bucket's gradients: it hands them on, or updates with them."""
-    if op.gives in (Value.GRADIENTS, Value.NORMS):
-        return False
-    return any(takes.kind is Value.GRADIENTS and takes.ends for takes in op.takes)
 
 
 def delay_reduced(schedule: Schedule) -> Schedule:

@@ -8,7 +8,7 @@ this avoids a second pass over the head, the largest matrix of most language mod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megacompile.ir.buckets import Bucket
@@ -84,34 +84,24 @@ def make_plan(
     again = _rerun(schedule, choice.rerun, why)
     why += _residents(schedule, places.resident)
     places = _updaters(schedule, places, choice.device_update, why, in_backward=in_backward)
-    rows = tuple(
-        StagePlan(
-            saved=_saved(i, kept, halves),
-            tier=_tier(i, offloaded, choice.saved_on_disk),
-            rerun=i in again,
-            tiles=choice.tiles if i in cut else 1,
-            samples=i in samples and i not in kept,
+    rows = []
+    for i in (stage.index for stage in schedule.stages):
+        saved = SavedPart.ALL if i in kept else SavedPart.INPUTS
+        tier = Tier.DISK if i < choice.saved_on_disk else Tier.HOST
+        rows.append(
+            StagePlan(
+                saved=SavedPart.HALF if i in halves else saved,
+                tier=tier if i in offloaded else Tier.DEVICE,
+                rerun=i in again,
+                tiles=choice.tiles if i in cut else 1,
+                samples=i in samples and i not in kept,
+            )
         )
-        for i in (stage.index for stage in schedule.stages)
-    )
-    delays = {"state_delay": choice.state_delay, "saved_delay": _apart(away)}
-    return replace(schedule, plan=Plan(places, rows, tuple(why), **delays))
-
-
-# Each of these appends its reasons to `why`.
-
-
-def _saved(stage: int, kept: Collection[int], halves: Collection[int]) -> SavedPart:
-    if stage in halves:
-        return SavedPart.HALF
-    return SavedPart.ALL if stage in kept else SavedPart.INPUTS
-
-
-def _tier(stage: int, offloaded: Collection[int], on_disk: int) -> Tier:
-    """The tier of a stage's saved values."""
-    if stage not in offloaded:
-        return Tier.DEVICE
-    return Tier.DISK if stage < on_disk else Tier.HOST
+    # between neighboring stages on the host: a copy may take that long
+    gaps = (after - one for one, after in itertools.pairwise(sorted(away)))
+    longest = max(gaps, default=2 if away else 1)
+    delays = {"state_delay": choice.state_delay, "saved_delay": longest}
+    return replace(schedule, plan=Plan(places, tuple(rows), tuple(why), **delays))
 
 
 def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> frozenset[int]:
@@ -127,12 +117,6 @@ def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> fro
     pool = [i for i in able[: len(able) - choice.keep] if i < last and i in saving]
     count = min(choice.saved_on_host, len(pool))
     return frozenset(pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count))
-
-
-def _apart(stages: frozenset[int]) -> int:
-    """The largest distance between neighboring stages in the set: a copy may take that long."""
-    gaps = (after - one for one, after in itertools.pairwise(sorted(stages)))
-    return max(gaps, default=2 if stages else 1)
 
 
 def _residents(schedule: Schedule, resident: frozenset[int]) -> list[str]:

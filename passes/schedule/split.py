@@ -51,12 +51,18 @@ def split_stages(
     if bundles is not None and schedule.backward is not None:
         together = {template: bundles(template) for template in set(templates)}
     on_host = plan.keep & plan.offload
-    stages = tuple(
-        _with(stage, template, () if stage.index in on_host else together.get(template, ()))
+    made = [
+        (template, () if stage.index in on_host else together.get(template, ()))
         for stage, template in zip(schedule.stages, templates, strict=True)
-    )
-    if all(new is old for new, old in zip(stages, schedule.stages, strict=True)):
+    ]
+    if made == [(stage.template, stage.bundles) for stage in schedule.stages]:
         return schedule
+    stages = tuple(
+        replace(stage, template=template, bundles=each)
+        if (stage.template, stage.bundles) != (template, each)
+        else stage
+        for stage, (template, each) in zip(schedule.stages, made, strict=True)
+    )
     if schedule.backward is None:
         made = with_stages(replace(schedule, draft=True).fresh(), stages)
     else:
@@ -100,13 +106,6 @@ def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
         fraction = _SELECTIVE if row.saved is SavedPart.HALF else 1.0
         found.append(_within(stage, fraction, row.tiles, cache, samples=row.samples))
     return found
-
-
-def _with(stage: Stage, template: Template, bundles: Bundles) -> Stage:
-    """The stage with this template and these bundles; the same object if nothing changes."""
-    if (stage.template, stage.bundles) == (template, bundles):
-        return stage
-    return replace(stage, template=template, bundles=bundles)
 
 
 def _within(

@@ -70,15 +70,12 @@ def _laid_out(
             return  # these stay stage results
         for node, source in wanted.items():
             value, base = (interpreter.env[n] for n in (made[node], env[source]))
-            if compat.storage_key(value) == compat.storage_key(base) and _is_plain(value, base):
-                yield node, (source, _view(value, values.of[node].requires_grad))
-
-
-def _is_plain(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """True if sizes, strides and offset describe the view completely."""
-    return value.dtype == base.dtype and not value.is_conj() and not value.is_neg()
-
-
-def _view(value: torch.Tensor, requires_grad: bool) -> InputView:
-    shape, stride = tuple(map(number_of, value.shape)), tuple(map(number_of, value.stride()))
-    return InputView(shape, stride, number_of(value.storage_offset()), requires_grad)
+            # sizes, strides and offset describe such a view completely
+            plain = value.dtype == base.dtype and not value.is_conj() and not value.is_neg()
+            if compat.storage_key(value) == compat.storage_key(base) and plain:
+                shape, stride = (
+                    tuple(map(number_of, sizes)) for sizes in (value.shape, value.stride())
+                )
+                offset = number_of(value.storage_offset())
+                view = InputView(shape, stride, offset, values.meta(node).requires_grad)
+                yield node, (source, view)

@@ -252,15 +252,11 @@ def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bo
     """True if any piece runs in tiles; with samples, if all worthwhile nodes do."""
     pieces = [piece for graph in graphs.values() for _, piece in pieces_of(graph.graph)]
     whole = [tile.module for piece in pieces if piece.is_whole for tile in piece.tiles]
-    if tokens is None or (tokens.samples and any(map(_computes, whole))):
+    calls = [n for module in whole for n in module.graph.nodes if n.op == "call_function"]
+    works = any(aten.is_product(node) or aten.is_attention(node) for node in calls)
+    if tokens is None or (tokens.samples and works):
         return False
     return any(not piece.is_whole for piece in pieces)
-
-
-def _computes(module: fx.GraphModule) -> bool:
-    """True if a graph has a matrix product or attention."""
-    calls = (node for node in module.graph.nodes if node.op == "call_function")
-    return any(aten.is_product(node) or aten.is_attention(node) for node in calls)
 
 
 def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:

@@ -25,7 +25,7 @@ from megacompile.ir.head import sum_dtype
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
 from megacompile.ir.tensors import TensorMeta, dense, is_dense
-from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
+from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
 from megacompile.options import Lowering
 from megacompile.passes.stages.floats import compiled, prepared
 
@@ -287,7 +287,12 @@ def _loop(piece: Piece, functions: dict[Tile, Function], *inputs: Tensor) -> lis
 
     CUT results are written into the whole result, so their peak memory is the whole plus one tile.
     """
-    results = [_begin(*kind, meta) for kind, meta in zip(piece.results, piece.metas, strict=True)]
+    results = [
+        meta.empty()
+        if kind is Result.CUT
+        else torch.empty(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
+        for (kind, _), meta in zip(piece.results, piece.metas, strict=True)
+    ]
     for start, tile in piece.spans():
         pairs = zip(inputs, piece.inputs, strict=True)
         cut = [x if axis is None else axis.cut(x, start, tile.tokens) for x, axis in pairs]
@@ -305,13 +310,6 @@ def _loop(piece: Piece, functions: dict[Tile, Function], *inputs: Tensor) -> lis
     for k, meta in enumerate(piece.metas):
         results[k] = results[k].to(meta.dtype)
     return results
-
-
-def _begin(kind: Result, axis: Axis | None, meta: TensorMeta) -> Tensor:
-    """Allocate a result."""
-    if kind is Result.CUT:
-        return meta.empty()
-    return torch.empty(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
 
 
 def with_strides(

@@ -10,7 +10,8 @@ entered again in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -113,7 +114,12 @@ class _Builder:
         segment = self.segments[index]
         body = self.nodes[segment.start : segment.stop]
         params, args = self._external(body)
-        outputs = [node for node in body if self._is_output(node, segment.stop)]
+        outputs = [
+            node
+            for node in body
+            if self.values.is_tensor(node)
+            and any(self.position.get(user, math.inf) >= segment.stop for user in node.users)
+        ]
         for node in self.values.wrappers.intersection(outputs):
             raise UnsupportedGraphError(f"{node} is quantized, and more than one layer uses it")
         changed_keys = {key for node in body for key in self.values.mutates[node]}
@@ -124,7 +130,11 @@ class _Builder:
         params.sort(key=lambda n: (items[n][0], items[n][1].info.offset_bytes))
         stage = Stage(
             index=index,
-            name=self._stage_name(segment, buckets),
+            name=(
+                "+".join(bucket.name for bucket in buckets) or self.capture.name
+                if segment.unit is None
+                else self.units[segment.unit].bucket.name
+            ),
             module=self._module(segment, [*params, *args], outputs),
             buckets=buckets,
             primals=(
@@ -166,12 +176,6 @@ class _Builder:
         used = symbols_in([self.values.of.get(node) for node in (*body, *inputs, *read)])
         return [node for symbol, node in self._symbols.items() if symbol in used]
 
-    def _is_output(self, node: fx.Node, stop: int) -> bool:
-        if not self.values.is_tensor(node):
-            return False
-        beyond = len(self.nodes)
-        return any(self.position.get(user, beyond) >= stop for user in node.users)
-
     def _meta(self, node: fx.Node, at: int) -> TensorMeta:
         """The meta of a value before position `at` of the node list."""
         meta = self.values.meta(node)
@@ -182,11 +186,6 @@ class _Builder:
     def _input_meta(self, node: fx.Node, at: int) -> Meta:
         item = self.inputs.get(node)
         return item.number if isinstance(item, NumberInput) else self._meta(node, at)
-
-    def _stage_name(self, segment: Segment, buckets: Sequence[Bucket]) -> str:
-        if segment.unit is not None:
-            return self.units[segment.unit].bucket.name
-        return "+".join(bucket.name for bucket in buckets) or self.capture.name
 
     def _module(
         self, segment: Segment, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
@@ -227,8 +226,9 @@ class _Builder:
         for node in self.nodes[segment.start : segment.stop]:
             if node in env:  # an autocast region entered again
                 continue
-            if self._is_method_of_literal(node, value):
-                continue
+            if node.op == "call_method" and self.values.is_constant(node):
+                if not isinstance(fx.map_arg(node.args[0], value), fx.Node):
+                    continue  # `2.bit_length()`, a literal, is not valid Python
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
             made = env[node] = graph.create_node(node.op, node.target)
             compat.set_args(made, args)  # `create_node` would search each for symbols
@@ -265,7 +265,9 @@ class _Builder:
                 env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
             for node in chunk.changed:
                 if last_change.get(node) == stage.index:
-                    counted = () if self._is_counted(node) else (False,)
+                    # batch norm's kernel writes statistics without a version bump
+                    targets = {change.target for change in self._changes(node)}
+                    counted = () if targets - {*compat.COUNT_NO_VERSION} else (False,)
                     ops.call(graph, ops.assign, sources[node], env[node], *counted, after=())
         recorded = [node for node in last_change if self._is_recorded(node)]
         new_values = [env[node] for node in recorded]
@@ -300,11 +302,6 @@ class _Builder:
         keys = self.values.storages[node]
         return [n for n in self.nodes if self.values.mutates[n] & keys]
 
-    def _is_counted(self, node: fx.Node) -> bool:
-        """True if torch bumps the version for this in-place change. Batch norm's kernel writes the
-        statistics without a bump, so a backward that saved them still runs."""
-        return any(n.target not in compat.COUNT_NO_VERSION for n in self._changes(node))
-
     def _is_recorded(self, node: fx.Node) -> bool:
         """True if autograd records an in-place change of an input.
 
@@ -323,13 +320,6 @@ class _Builder:
                 "pass copies (.clone())"
             )
         return True
-
-    def _is_method_of_literal(self, node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
-        """True for a number's method that returns a number (`n.bit_length()`). Its result is a
-        literal too, and `2.bit_length()` is not valid Python."""
-        if node.op != "call_method" or not self.values.is_constant(node):
-            return False
-        return not isinstance(fx.map_arg(node.args[0], value), fx.Node)
 
     def _result(
         self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]
