@@ -53,10 +53,9 @@ def make_plan(
         why += ["nothing is saved: no backward follows", *_residents(schedule, places.resident)]
         stay = _stay(schedule, places.resident, choice.stay, why)
         places = places.changed(keys - places.resident, states=Tier.HOST).changed(stay, stays=True)
-        rows = tuple(
-            StagePlan(tiles=choice.tiles if stage.index in cut else 1) for stage in schedule.stages
-        )
-        return replace(schedule, plan=Plan(places, rows, tuple(why)))
+        tiles = [choice.tiles if stage.index in cut else 1 for stage in schedule.stages]
+        forwards = tuple(StagePlan(tiles=count) for count in tiles)
+        return replace(schedule, plan=Plan(places, forwards, tuple(why)))
     count = choice.keep if saves else 0
     kept = _keep(schedule, count, activations, why)
     away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
