@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -78,11 +78,11 @@ def chunk_head(
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
     own = capture.fresh()
-    values = propagate(own)
+    finder = _Finder(own, propagate(own), limit_bytes)
     heads, reasons, conditions = [], [], []
     for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:
         try:
-            found = _Finder(own, values, limit_bytes).find(loss)
+            found = finder.find(loss)
             if head is Head.AUTO:
                 conditions += _conditions(found, limit_bytes)
                 if found.logits_bytes <= limit_bytes:
@@ -96,7 +96,7 @@ def chunk_head(
     if not heads:
         return capture.under(conditions), tuple(reasons)
     for found in heads:
-        _Rewriter(own, values, found).rewrite()
+        finder.rewrite(found)
     return own.under(conditions), tuple(reasons)
 
 
@@ -157,7 +157,7 @@ def rows_of_a_chunk(rows: int | None, row_bytes: int, limit_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Matches heads in one captured graph."""
+    """Finds and replaces heads in one captured graph."""
 
     capture: Capture
     values: Values
@@ -311,68 +311,52 @@ class _Finder:
             if node.target is compat.SET_GRAD_ENABLED or "_autocast" in _target(node):
                 raise _Whole(f"{node} changes grad mode or autocast between the head and its loss")
 
-
-@dataclass(slots=True)
-class _Rewriter:
-    """Replaces a loss by the chunked loss and removes the logits, in the capture's graph."""
-
-    capture: Capture
-    values: Values
-    found: _Head
-    graph: fx.Graph = field(init=False)
-    symbols: dict[sympy.Symbol, fx.Node] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graph = self.capture.module.graph
-        self.symbols = self.capture.symbols
-
-    def rewrite(self) -> None:
-        """Change the graph."""
-        found = self.found
-        self._replace_questions()
-        with self.graph.inserting_before(found.loss):
-            given = (self._hidden(), *found.given[1:])
-            loss = self.graph.call_function(linear_cross_entropy, given, found.options)
-        found.loss.replace_all_uses_with(self._like_linear(loss))
+    def rewrite(self, found: _Head) -> None:
+        """Replace a loss by the chunked loss and remove the logits, in the capture's graph."""
+        graph = self.capture.module.graph
+        self._replace_questions(graph, found)
+        with graph.inserting_before(found.loss):
+            given = (self._hidden(graph, found), *found.given[1:])
+            loss = graph.call_function(linear_cross_entropy, given, found.options)
+        found.loss.replace_all_uses_with(_placed_like(found.linear, loss))
         for node in (found.loss, *reversed(found.chain), found.linear):
-            self.graph.erase_node(node)
+            graph.erase_node(node)
 
-    def _replace_questions(self) -> None:
+    def _replace_questions(self, graph: fx.Graph, found: _Head) -> None:
         """Replace reads of the logits' sizes by numbers."""
-        found = self.found
         for node in (found.linear, *found.chain):
             for user in list(node.users):
                 if user not in found.chain and user is not found.loss:
-                    with self.graph.inserting_before(user):
-                        number = written(self.graph, self.values.of[user], self.symbols)
+                    with graph.inserting_before(user):
+                        number = written(graph, self.values.of[user], self.capture.symbols)
                     put(user, number)
-                    self.graph.erase_node(user)
+                    graph.erase_node(user)
 
-    def _hidden(self) -> fx.Node:
+    def _hidden(self, graph: fx.Graph, found: _Head) -> fx.Node:
         """The linear layer's input with the slices and reshapes of the logits applied."""
-        hidden: fx.Node = self.found.given[0]
+        hidden: fx.Node = found.given[0]
         width = self.values.meta(hidden).shape[-1]
-        for node in self.found.chain:
+        for node in found.chain:
             if node.target is operator.getitem:
                 index = fx.map_arg(node.args[1], self.values.of.__getitem__)
-                index = written(self.graph, index, self.symbols)
-                made = self.graph.call_function(operator.getitem, (hidden, index))
+                index = written(graph, index, self.capture.symbols)
+                made = graph.call_function(operator.getitem, (hidden, index))
             elif node.target in _RESHAPES:
                 meta = self.values.meta(node)  # changing sizes are computed from numbers
                 pairs = zip(meta.sizes[:-1], meta.shape[:-1], strict=True)
                 leading = [Number(e, n) if isinstance(e, sympy.Basic) else n for e, n in pairs]
-                shape = (*written(self.graph, leading, self.symbols), width)
-                made = self.graph.call_method("reshape", (hidden, shape))
+                shape = (*written(graph, leading, self.capture.symbols), width)
+                made = graph.call_method("reshape", (hidden, shape))
             else:
                 continue
-            hidden = self._like_linear(made)
+            hidden = _placed_like(found.linear, made)
         return hidden
 
-    def _like_linear(self, node: fx.Node) -> fx.Node:
-        """A new node in the modules of the linear layer."""
-        meta = self.found.linear.meta
-        node.meta = {k: v for k, v in meta.items() if k in ("nn_module_stack", "stack_trace")}
-        return node
+
+def _placed_like(linear: fx.Node, node: fx.Node) -> fx.Node:
+    """A new node, in the modules of the linear layer."""
+    node.meta = {k: v for k, v in linear.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    return node
 
 
 def _source(node: fx.Node) -> Any:

@@ -16,6 +16,7 @@ last update of the bucket.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -57,18 +58,14 @@ def uses(graph: fx.Graph) -> list[Use]:
     """
     found: list[Use] = []
     for node in ops.nodes_of(graph, *_COMPUTES, *_UPDATES):
-        if node.target in _UPDATES:
-            both = tuple(dict.fromkeys((*found[-1].buckets, *buckets_read(node))))
-            found[-1] = Use((*found[-1].nodes, node), both)
-            continue
-        stage = ops.arguments(node)[0]
-        buckets = buckets_read(node)
-        previous = found[-1].nodes[-1] if found else None
-        if previous is not None and previous.target is ops.recompute and previous.args[0] is stage:
-            both = tuple(dict.fromkeys((*found[-1].buckets, *buckets)))
-            found[-1] = Use((*found[-1].nodes, node), both)
+        before = found[-1] if found else Use((), ())
+        recomputed = [n.args[0] for n in before.nodes[-1:] if n.target is ops.recompute]
+        if node.target in _UPDATES or recomputed == [node.args[0]]:
+            found.pop()
         else:
-            found.append(Use((node,), buckets))
+            before = Use((), ())
+        buckets = tuple(dict.fromkeys((*before.buckets, *buckets_read(node))))
+        found.append(Use((*before.nodes, node), buckets))
     return found
 
 
@@ -108,36 +105,35 @@ def _insert(
             if bucket.key in resident and alone and bucket.key not in in_place:
                 name = f"w{bucket.suffix}"
                 in_place[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
-    weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
-    counts: dict[int, int] = {}
+    weights: list[dict[int, fx.Node]] = []  # bucket key -> prefetch, for each use
+    counts = Counter[int]()
     for i, use in enumerate(all_uses):
+        at_hand = {**(weights[-1] if weights else {}), **in_place}
         where = first_node(all_uses[max(0, i - lookahead)])
+        weights.append({})
         for bucket in use.buckets:
-            if bucket.key in in_place:
-                weights[i, bucket.key] = in_place[bucket.key]
-                continue
-            if (i - 1, bucket.key) in weights:
-                weights[i, bucket.key] = weights[i - 1, bucket.key]
-                continue
-            count = counts[bucket.key] = counts.get(bucket.key, 0) + 1
-            name = f"w{bucket.suffix}" + (f"_{count}" if count > 1 else "")
-            with graph.inserting_before(where):
-                node = ops.call(graph, ops.prefetch, bucket, None, name=name, after=())
-            weights[i, bucket.key] = node
-    for i, use in enumerate(all_uses):
+            if bucket.key not in at_hand:
+                counts[bucket.key] += 1
+                count = counts[bucket.key]
+                name = f"w{bucket.suffix}" + (f"_{count}" if count > 1 else "")
+                with graph.inserting_before(where):
+                    node = ops.call(graph, ops.prefetch, bucket, None, name=name, after=())
+                at_hand[bucket.key] = node
+            weights[i][bucket.key] = at_hand[bucket.key]
+    for use, given in zip(all_uses, weights, strict=True):
         for node in use.nodes:
             if node.target is ops.update:
                 (bucket, _, *others) = ops.arguments(node)
-                taken_here = weights[i, bucket.key] if buckets_read(node) else None
+                taken_here = given[bucket.key] if buckets_read(node) else None
                 compat.set_args(node, (bucket, taken_here, *others))
                 continue
             if node.target is ops.update_in_place:
                 for bucket in buckets_read(node):
-                    compat.set_kwargs(node, {"after": (weights[i, bucket.key],)})
+                    compat.set_kwargs(node, {"after": (given[bucket.key],)})
                 continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}
-            taken = tuple(weights[i, b.key] if b.key in read else None for b in stage.buckets)
+            taken = tuple(given[b.key] if b.key in read else None for b in stage.buckets)
             compat.set_args(node, (stage, taken, *node.args[2:]))
 
 

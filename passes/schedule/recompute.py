@@ -42,35 +42,27 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     ]
     dropped = forget_saved_tensors(new.forward, [(forwards[stage.index], stage) for stage in again])
     saved_values = [name for name in new.saved_values if name not in dropped]
-    inputs = _Inputs(new.forward, graph)
+    placeholders = Placeholders(graph)
     for stage in again:
         if stage.traced.saved:
-            call, backward = forwards[stage.index], backwards[stage.index]
-            args, rng = inputs.of(call, stage, stage.traced.recompute_primals)
-            _recompute(backward, stage, args, rng, inputs.placeholders)
+            call, primals = forwards[stage.index], stage.traced.recompute_primals
+            args, rng = _inputs(call, stage, primals, placeholders)
+            _recompute(backwards[stage.index], stage, args, rng, placeholders)
             saved_values += [str(node.target) for node in (*args, rng) if node is not None]
     return set_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
-class _Inputs:
-    """The inputs of forwards that run again in a backward."""
-
-    def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
-        self.forward = forward
-        self.states = ops.calls_by_stage(forward, ops.save_rng)
-        self.placeholders = Placeholders(backward)
-
-    def of(
-        self, call: fx.Node, stage: Stage, primals: tuple[int, ...]
-    ) -> tuple[tuple[fx.Node | None, ...], fx.Node | None]:
-        """Placeholders, named like the saved values, for the arguments among `primals` as the
-        forward read them, and for the random state if there is one."""
-        args = tuple(
-            None if arg is None else self.placeholders.of(saved_value(self.forward, arg))
-            for arg in backward_args(call, stage, primals)
-        )
-        random = stage.traced.random
-        return args, self.placeholders.of(self.states[stage.index]) if random else None
+def _inputs(
+    call: fx.Node, stage: Stage, primals: tuple[int, ...], placeholders: Placeholders
+) -> tuple[tuple[fx.Node | None, ...], fx.Node | None]:
+    """Placeholders, named like the saved values, for the arguments among `primals` as the forward
+    read them, and for the random state if there is one."""
+    args = tuple(
+        None if arg is None else placeholders.of(saved_value(call.graph, arg))
+        for arg in backward_args(call, stage, primals)
+    )
+    states = ops.calls_by_stage(call.graph, ops.save_rng) if stage.traced.random else {}
+    return args, placeholders.of(states[stage.index]) if states else None
 
 
 def _recompute(
@@ -121,11 +113,10 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     new, graph = copied(schedule)
     dropped: set[str] = set()
     calls = ops.calls_by_stage(new.forward, ops.forward)
-    computes = uses(graph)
-    inputs = _Inputs(new.forward, graph)
+    computes, placeholders = uses(graph), Placeholders(graph)
     for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row needs the others
         dropped |= {item.name for item in outputs}
-        _rerun(graph, calls[stage.index], stage, outputs, computes, inputs)
+        _rerun(calls[stage.index], stage, outputs, computes, placeholders)
     return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
 
 
@@ -157,25 +148,24 @@ def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
 
 
 def _rerun(
-    graph: fx.Graph,
     call: fx.Node,
     stage: Stage,
     outputs: list[fx.Node],
     computes: list[Use],
-    inputs: _Inputs,
+    placeholders: Placeholders,
 ) -> None:
     """Insert a rerun ahead of the first use of its outputs in the backward.
 
     Args:
         computes: the uses of the backward in program order; the rerun is added.
     """
-    placeholders = inputs.placeholders
+    graph = placeholders.graph
     wanted = {item: found for item in outputs if (found := placeholders.by_name.get(item.name))}
     readers = {user for placeholder in wanted.values() for user in placeholder.users}
     at = next((i for i, use in enumerate(computes) if not readers.isdisjoint(use.nodes)), None)
     if at is None:
         return
-    args, rng = inputs.of(call, stage, tuple(range(len(stage.primals))))
+    args, rng = _inputs(call, stage, tuple(range(len(stage.primals))), placeholders)
     with graph.inserting_before(first_node(computes[at])):
         again = ops.call(graph, ops.rerun, stage, (), args, rng, name=f"rr{stage.index}")
         computes.insert(at, Use((again,), ()))
