@@ -209,12 +209,6 @@ def _tangent_strides(
     return compat.as_function(strides, symbols)
 
 
-def _fakes(joint: fx.GraphModule) -> compat.SymbolicFakes:
-    """The fake mode of a graph with symbols."""
-    numbers = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
-    return compat.fakes_of(next(number for number in numbers if compat.is_number(number)))
-
-
 def tokens_of(stage: Stage, tiles: int, *, samples: bool = False) -> Tokens | None:
     """The dimension along which a stage's activations are cut: the first if it divides evenly,
     otherwise the largest. None if nothing can be cut."""
