@@ -180,7 +180,7 @@ class _Known:
         args = (*args, *(named.pop(name) for name in ("input", "other") if name in named))
         name = _name(node)
         if name in COMPARISONS and len(args) == 2:
-            return compared(name, *args, meta.sizes, self.conditions)
+            return compared(name, args[0], args[1], meta.sizes, self.conditions)
         if name in _ANDS:
             return self._both(node, args, meta)
         if name == "tril":

@@ -299,20 +299,21 @@ class Recalling(Interpreter):
     ) -> Any:
         if not isinstance(outcome, _Outcome):
             return type(outcome)(self._result(item, call, run, storages) for item in outcome)
-        if outcome.taken is None:
-            if outcome.meta is None:
+        meta, taken = outcome.meta, outcome.taken
+        if taken is None:
+            if meta is None:
                 return outcome.value
             self._fresh += 1
-            storage, make = -self._fresh, functools.partial(_new, outcome.meta)
-        else:
-            storage = call.storages[outcome.taken]
-            make = lambda: functools.reduce(operator.getitem, outcome.path, run())  # noqa: E731
+            storages.add(-self._fresh)
+            return _Later(meta, -self._fresh, functools.partial(_new, meta))
+        storage = call.storages[taken]
         storages.add(storage)
-        if outcome.meta is None:
-            return call.taken[outcome.taken]
-        if outcome.taken is not None:
-            self._viewed.add(storage)
-        return _Later(outcome.meta, storage, make)
+        if meta is None:
+            return call.taken[taken]
+        self._viewed.add(storage)
+        return _Later(
+            meta, storage, lambda: functools.reduce(operator.getitem, outcome.path, run())
+        )
 
     def _made(self, value: Any) -> Any:
         """A value with all its tensors created."""

@@ -51,17 +51,17 @@ def split_stages(
     if bundles is not None and schedule.backward is not None:
         together = {template: bundles(template) for template in set(templates)}
     on_host = plan.keep & plan.offload
-    made = [
+    wanted = [
         (template, () if stage.index in on_host else together.get(template, ()))
         for stage, template in zip(schedule.stages, templates, strict=True)
     ]
-    if made == [(stage.template, stage.bundles) for stage in schedule.stages]:
+    if wanted == [(stage.template, stage.bundles) for stage in schedule.stages]:
         return schedule
     stages = tuple(
         replace(stage, template=template, bundles=each)
         if (stage.template, stage.bundles) != (template, each)
         else stage
-        for stage, (template, each) in zip(schedule.stages, made, strict=True)
+        for stage, (template, each) in zip(schedule.stages, wanted, strict=True)
     )
     if schedule.backward is None:
         made = with_stages(replace(schedule, draft=True).fresh(), stages)

@@ -159,12 +159,13 @@ def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Te
         return template
     key = (template, tuple(planned.items()))
     if key not in cache:
+        names = ("primals", "outputs", "saved", "tangent_metas", "gradient_metas")
+        metas: dict[str, Any] = {
+            name: tuple(meta.at(planned) for meta in getattr(template, name)) for name in names
+        }
         cache[key] = replace(
             template,
-            **{
-                name: tuple(meta.at(planned) for meta in getattr(template, name))
-                for name in ("primals", "outputs", "saved", "tangent_metas", "gradient_metas")
-            },
+            **metas,
             graphs={code: sized(graph, planned) for code, graph in template.graphs.items()},
             symbols=replace(template.symbols, planned=dict(planned)),
             traced=template.traced or template,

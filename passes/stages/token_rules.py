@@ -216,16 +216,11 @@ def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return Act(cuts, ((Result.CUT, axis),))
 
 
-def _mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    return _product(*node.args[:2], axes, Result.PRODUCT)  # type: ignore[arg-type]
-
-
-def _bmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    return _product(*node.args[:2], axes, Result.SUM)  # type: ignore[arg-type]
-
-
-def _product(a: fx.Node, b: fx.Node, axes: Axes, sums: Result) -> Act | None:
+def _product(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule for matrices in the last two dimensions, one or many."""
+    a, b = node.args[:2]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    sums = Result.PRODUCT if name_of(node) == "mm" else Result.SUM
     rank, left, right = _rank(a), axes.get(a), axes.get(b)
     rows, columns = rank - 2, rank - 1
     if a is b:
@@ -346,8 +341,7 @@ RULES: dict[str, Rule] = {
     **_rules(_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
     **_rules(_all_cut, "cat slice_scatter"),
     "sum": _sum,
-    "mm": _mm,
-    "bmm": _bmm,
+    **_rules(_product, "mm bmm"),
     "addmm": _addmm,
     "_scaled_mm": _scaled_mm,
     "embedding": _embedding,
