@@ -267,9 +267,8 @@ class _Tracer:
 
     def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
         with compat.functional_mode(native=self.lowering is not Lowering.EAGER):
-            results, found = self._joint(
-                *([*map(compat.to_functional, each)] for each in (primals, tangents))
-            )
+            wrapped = [compat.to_functional(p) for p in primals]
+            results, found = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
             return [*results, *map(compat.from_functional, found)]
 
     def _joint(
