@@ -31,13 +31,28 @@ from megacompile.passes.edit import add_item, last_item, needed_for, saved_value
 
 
 @dataclass
-class _Gradients:
-    """The gradient nodes so far: by the forward value, and by the bucket's key."""
+class _Backward:
+    """The backward graph so far.
 
-    of_value: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    of_bucket: dict[int, fx.Node] = field(default_factory=dict)
+    Args:
+        forward: the graph that it is the backward of.
+        underlying: from `underlying_inputs`.
+    """
+
+    forward: fx.Graph
+    underlying: Mapping[str, str]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    saved: dict[str, fx.Node] = field(default_factory=dict)  # placeholders of saved values
+    gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of forward values
+    of_bucket: dict[int, fx.Node] = field(default_factory=dict)  # gradients, by the bucket's key
     # inputs in the state that earlier backwards left
     live: dict[str, fx.Node] = field(default_factory=dict)
+
+    def live_inputs(self, call: fx.Node, stage: Stage) -> list[str]:
+        """The inputs that a stage's backward takes in their current state."""
+        args = ops.arguments(call)[2]
+        refs = stage.arg_refs(stage.traced.live)
+        return [self.underlying[args[ref.index].name] for ref in refs]
 
 
 def differentiate(schedule: Schedule) -> Schedule:
@@ -45,52 +60,38 @@ def differentiate(schedule: Schedule) -> Schedule:
     if not any(stage.traced.has_backward for stage in schedule.stages):
         return schedule
     new = schedule.copy()
-    backward = fx.Graph()
     calls = ops.calls_by_stage(new.forward, ops.forward)
     stages = [stage for stage in reversed(new.stages) if stage.traced.has_backward]
-    saved_values: dict[str, fx.Node] = {}
+    made = _Backward(new.forward, underlying_inputs(new))
     for stage in stages:
         _save(new.forward, calls[stage.index], stage)
-        for node in _needed(new.forward, calls[stage.index], stage):
-            if node.name not in saved_values:
-                saved_values[node.name] = backward.placeholder(node.name)
-                saved_values[node.name].meta["value"] = node.meta.get("value")
-    gradients = _Gradients()
-    underlying = underlying_inputs(new)
-    taken = {name for s in stages for name in _live(calls[s.index], s, underlying)}
+        args = backward_args(calls[stage.index], stage, stage.traced.backward_primals)
+        values = [saved_value(new.forward, arg) for arg in args if arg]
+        for node in (*values, *_saved(calls[stage.index], stage)):
+            if node.name not in made.saved:
+                made.saved[node.name] = made.graph.placeholder(node.name)
+                made.saved[node.name].meta["value"] = node.meta.get("value")
+    taken = {name for s in stages for name in made.live_inputs(calls[s.index], s)}
     for node in new.forward.find_nodes(op="placeholder"):
         if node.name in taken:
-            gradients.live[node.name] = live_of(backward, node.name)
-            gradients.live[node.name].meta["value"] = node.meta.get("value")
+            made.live[node.name] = live_of(made.graph, node.name)
+            made.live[node.name].meta["value"] = node.meta.get("value")
     outputs, _ = ops.returned(new.forward)
     for k in new.tangents:
-        tangent = tangent_of(backward, k, f"t{k}")
+        tangent = tangent_of(made.graph, k, f"t{k}")
         tangent.meta["value"] = outputs[k].meta.get("value")
-        gradients.of_value[outputs[k]] = tangent
+        made.gradients[outputs[k]] = tangent
     for stage in stages:
-        call = calls[stage.index]
-        names = _live(call, stage, underlying)
-        _backward(new.forward, backward, call, stage, gradients, saved_values, names)
-    wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
-    backward.output((tuple(gradients.of_value[n] for n in wanted), (), ()))
-    new = replace(new, backward=backward, gradients=tuple(n.name for n in wanted))
+        _add_backward(made, calls[stage.index], stage)
+    wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in made.gradients]
+    made.graph.output((tuple(made.gradients[n] for n in wanted), (), ()))
+    new = replace(new, backward=made.graph, gradients=tuple(n.name for n in wanted))
     names = [
         *new.written,
-        *saved_values,
+        *made.saved,
         *(name for s in new.stages for name in _boundary(new.forward, calls[s.index], s)),
     ]
     return set_saved_values(new, list(dict.fromkeys(names)))
-
-
-def _live(call: fx.Node, stage: Stage, underlying: Mapping[str, str]) -> list[str]:
-    """The inputs that a stage's backward takes in their current state.
-
-    Args:
-        call: its forward.
-        underlying: from `underlying_inputs`.
-    """
-    args = ops.arguments(call)[2]
-    return [underlying[args[ref.index].name] for ref in stage.arg_refs(stage.traced.live)]
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
@@ -168,12 +169,6 @@ def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
     return [by_index[k] for k in sorted(by_index) if k >= results]
 
 
-def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:
-    """The forward's nodes that the stage's backward takes."""
-    args = backward_args(call, stage, stage.traced.backward_primals)
-    return [*(saved_value(graph, arg) for arg in args if arg), *_saved(call, stage)]
-
-
 def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
     """The arguments of a stage's forward, with None for those not in `primals`."""
     wanted = {ref.index for ref in stage.arg_refs(primals)}
@@ -181,33 +176,26 @@ def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list
     return [arg if i in wanted else None for i, arg in enumerate(args)]
 
 
-def _backward(
-    forward: fx.Graph,
-    graph: fx.Graph,
-    call: fx.Node,
-    stage: Stage,
-    gradients: _Gradients,
-    saved_values: dict[str, fx.Node],
-    names: Sequence[str],
-) -> None:
-    """Add a stage's backward. `names` are the inputs that it takes in their current state."""
-    template = stage.traced
+def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
+    """Add a stage's backward; `call` is its forward."""
+    template, graph = stage.traced, made.graph
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
     buckets = stage.gradient_buckets
+    names = made.live_inputs(call, stage)
     carried = [args[ref.index] for ref in stage.arg_refs(template.partial_gradients)]
-    groups = [gradients.of_bucket[b.key] for b in buckets if b.key in gradients.of_bucket]
+    groups = [made.of_bucket[b.key] for b in buckets if b.key in made.of_bucket]
     needed = backward_args(call, stage, template.backward_primals)
-    live = tuple(gradients.live[name] for name in names)
+    live = tuple(made.live[name] for name in names)
     node = ops.call(
         graph,
         ops.backward,
         stage,
         (),
-        tuple(saved_values[saved_value(forward, a).name] if a else None for a in needed),
-        tuple(saved_values[s.name] for s in _saved(call, stage)),
-        tuple(gradients.of_value[results[k]] for k in template.tangents),
-        (*(gradients.of_value[n] for n in carried), *groups),
+        tuple(made.saved[saved_value(made.forward, a).name] if a else None for a in needed),
+        tuple(made.saved[s.name] for s in _saved(call, stage)),
+        tuple(made.gradients[results[k]] for k in template.tangents),
+        (*(made.gradients[n] for n in carried), *groups),
         *((live,) if live else ()),
         name=f"b{stage.index}",
     )
@@ -216,15 +204,15 @@ def _backward(
     given = (_group_meta(stage, template, b) for b in buckets)
     node.meta["value"] = (*metas, *given, *(template.primals[i] for i in template.written))
     for k, source in enumerate(sources):
-        gradients.of_value[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
+        made.gradients[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
     for k, bucket in enumerate(buckets, start=len(sources)):
         name = f"g{bucket.suffix}_{stage.index}"
-        gradients.of_bucket[bucket.key] = add_item(graph, node, k, name)
+        made.of_bucket[bucket.key] = add_item(graph, node, k, name)
     of_primal = dict(zip(template.live, names, strict=True))
     for k, primal in enumerate(template.written, start=len(sources) + len(buckets)):
         name = of_primal[primal]
         new = add_item(graph, node, k, f"{name}_{stage.index}")
-        gradients.live[name] = ops.call(graph, ops.assign, gradients.live[name], new, after=())
+        made.live[name] = ops.call(graph, ops.assign, made.live[name], new, after=())
 
 
 def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, ...]:
