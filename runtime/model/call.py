@@ -207,10 +207,10 @@ class Call:
                 [each for each in found if node in each.nodes],
                 observed=self.observed,
             )
-            is_first = not (self.program.ran_backward or self.machine.steps)
-            shown = line("running the first backward", self.machine.progress)
+            is_later = self.program.ran_backward or self.machine.steps
+            what, show = "running the first backward", self.machine.progress
             try:
-                with shown if is_first else nullcontext():
+                with nullcontext() if is_later else line(what, show):
                     of_inputs = self._attempts(tangents)
                 of_params = run.for_autograd()
             finally:
