@@ -55,7 +55,7 @@ def planned(count: int, seed: int) -> list[Schedule]:
         inputs: dict[str, Any] = {**nets.data(net, 0)}
         graphs = differentiated(capture(nets.build(net), **inputs))
         for _ in range(2):  # tracing takes most of the time
-            found.append(passed(graphs, **_plan(rng, len(graphs.buckets))))
+            found.append(passed(graphs, **any_plan(rng, len(graphs.buckets))))
 
     examples(one, nets.nets(), st.integers(0, 2**30), count=2 * count, seed=seed, shrink=False)
     return found
@@ -75,7 +75,7 @@ def lined(count: int, seed: int) -> list[Schedule]:
             "helps": rng.random() < 0.3,
         }
         line = " ".join(f"{i}F" for i in range(stages))
-        found.append(planned_line(line, **stubs, **_plan(rng, stages)))
+        found.append(planned_line(line, **stubs, **any_plan(rng, stages)))
     return found
 
 
@@ -83,7 +83,7 @@ def _some(rng: random.Random, count: int, share: float) -> frozenset[int]:
     return frozenset(i for i in range(count) if rng.random() < share)
 
 
-def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
+def any_plan(rng: random.Random, buckets: int) -> dict[str, Any]:
     """Options of the passes, for a model of so many buckets."""
     update, lookahead, offload = rng.random() < 0.3, rng.randint(1, 3), rng.random() < 0.4
     resident = _some(rng, buckets, 0.25)
