@@ -18,7 +18,6 @@ from torch import fx
 from megacompile import compat, garbage, log, notices, progress
 from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
 from megacompile.ir.capture import Ambient, Capture, GraphInput, Overlap
-from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.call import run
 from megacompile.runtime.model.input_keys import (
     PROGRAMS_AT_ONCE,
@@ -52,6 +51,50 @@ _OTHER = (
     "each combination of inputs, and each branch that the model takes on sizes, gets its own code"
 )
 PROGRAMS = 256  # per captured graph; the least recently called are dropped
+
+
+MOST_SKIPPED = 255  # calls between two tries
+
+
+class Backoff:
+    """Skips calls: none at first, then every second one, three of four, and so on."""
+
+    def __init__(self) -> None:
+        self.skipped = 0  # calls between two tries
+        self._wait = 0  # calls until the next try
+
+    def is_due(self) -> bool:
+        """True if the call that begins should be tried."""
+        if self._wait:
+            self._wait -= 1
+            return False
+        return True
+
+    def skip(self, calls: int) -> None:
+        """Skip this many calls before the next try, and between later ones."""
+        self.skipped = self._wait = min(MOST_SKIPPED, calls)
+
+
+class Attempts(Backoff):
+    """The attempts to capture one function or to schedule one graph; skips calls after three
+    consecutive failures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why_not = ""  # the last attempt failed
+        self._failed = 0  # consecutive failures
+
+    def traced(self) -> None:
+        """Record a call that needed no attempt or succeeded."""
+        self._failed = 0
+        self.skip(0)
+
+    def failed(self, why: str) -> None:
+        """Record a failed attempt whose call then succeeded in eager mode."""
+        self.why_not = why
+        self._failed += 1
+        if self._failed >= 3:
+            self.skip(2 * self.skipped + 1)
 
 
 class CapturedGraph:

@@ -4,15 +4,21 @@ A call that Dynamo could not trace runs in eager mode if none of its lines has r
 restarts if buckets have to move first or device memory runs out, with the same random numbers. A
 call that has already run some lines restarts only if nothing fits otherwise and it has changed no
 buffer.
+
+Two kinds of calls run as plain code: calls in `megacompile.eager(model)`, and calls without
+gradients that keep making schedules, such as a sampling loop with a growing cache. Plain code
+copies each parameter to the device for each use, like any uncaptured code.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,8 +31,7 @@ from megacompile.errors import DeviceMemoryError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.schedule import Schedule
 from megacompile.progress import line
-from megacompile.runtime.model.attempts import Attempts, CapturedAgain, EagerBlocks, Inferences
-from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.captured import Attempts, Backoff, CapturedGraph
 from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.program import MovesFirst, Program, compiling, first_line
 from megacompile.runtime.ops.compute import random_state, set_random_state
@@ -40,6 +45,85 @@ _LOADING_S = 1.0  # per call, to load code compiled in the background
 
 Compiled = Callable[..., Any]  # a function that `torch.compile` returned
 Run = Callable[[Compiled, Undos], Any]  # calls the model by such a function
+
+
+class Inferences(Backoff):
+    """The calls of one function without gradients; skips calls after consecutive ones that have
+    made many programs, each at least one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = self._programs = 0  # consecutive calls that made programs; these programs
+
+    def note(self, model: nn.Module, made: int) -> None:
+        """Record a captured call and the number of programs that it made; warns once for each
+        model."""
+        if not made:
+            self._calls = self._programs = 0
+            self.skip(self.skipped // 2)
+            return
+        self._calls += 1
+        self._programs += made
+        # a program costs about 0.1 s, a capture more
+        if self.skipped or (self._calls >= 4 and self._programs >= 24):
+            self.skip(max(1, 2 * self.skipped))
+            notices.warn_once(
+                "calls without gradients",
+                f"megacompile: {type(model).__name__} made {self._programs} schedules in "
+                f"{self._calls} consecutive calls without gradients, because each had new shapes "
+                "or numbers. From now on, most such calls run in eager mode and fetch parameters "
+                "at each use (slower, same numbers; shown once). Put a loop that samples into "
+                "`with megacompile.eager(model):`, or keep shapes constant: a cache of a fixed "
+                "size, with the position as a tensor",
+                of=model,
+            )
+
+
+class EagerBlocks(threading.local):
+    """The `megacompile.eager` blocks of one model that this thread is in."""
+
+    depth = 0
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Disable capture for this thread's calls inside the block."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+class CapturedAgain:
+    """Warns once if half of a model's last 16 calls captured it again, or compiled code for other
+    sizes, which takes seconds each time; Dynamo gives up only after hundreds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._took_s: deque[float] = deque(maxlen=16)  # per call; 0 if it captured nothing
+
+    def note(self, compiled: Callable[..., Any], took_s: float, for_sizes: str = "") -> None:
+        """Record a call that was not the first one: its seconds if it captured or compiled
+        something, otherwise 0; `for_sizes`: why it compiled code for other sizes of an earlier
+        capture, if it did."""
+        self._took_s.append(took_s)
+        slow_s = [each for each in self._took_s if each]
+        if not took_s or len(slow_s) < 8 or not notices.is_new("captured again", self):
+            return
+        if for_sizes:
+            why, fix = for_sizes, "pad to a few sizes"
+        else:
+            failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles shows it"
+            why = f"a condition of earlier captures did not hold ({failed})"
+            fix = (
+                "keep it constant from call to call, pass it as an argument or a tensor, or make "
+                "such calls in `with megacompile.eager(model):`"
+            )
+        notices.warn(
+            f"megacompile: {self.name} was captured again in {len(slow_s)} of its last "
+            f"{len(self._took_s)} calls, which took {sum(slow_s):.1f} s (slower, same numbers; "
+            f"shown once): {why}; {fix}"
+        )
 
 
 class Captures:
