@@ -81,11 +81,8 @@ class Contents:
         self.draws = any(key in params for key in self.unset)
 
     def share(self, sharded: Mapping[int, nn.Parameter], ranks: Ranks) -> None:
-        """Shard the model: each rank reads only its rows.
-
-        Args:
-            sharded: the new parameters, by the ids of the old ones.
-            ranks: the ranks that share them.
+        """Shard the model: each rank reads only its rows of the new parameters, by the ids of the
+        old ones.
 
         Raises:
             CheckpointError: parameters need random initialisation, which would differ between

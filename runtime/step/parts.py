@@ -77,7 +77,7 @@ class StepParts:
         if offer is not None:
             by_rule = update.place is UpdatePlace.HOST and update.backend.by_rule
             if by_rule and not update.aliased and offer.fits(update.steps):
-                update.take(offer)
+                update.place, update.left = UpdatePlace.DEVICE, offer
             else:
                 offer.drop()
         return update

@@ -203,25 +203,19 @@ def _copy_in_chunks(pairs: Pairs, queue: torch.cuda.Stream, after: torch.cuda.Ev
             numel = _COPY_BYTES // on_device.itemsize
             for source, target in zip(on_device.split(numel), on_host.split(numel), strict=True):
                 target.copy_(source, non_blocking=True)
-                under_way.append(_event(queue))
+                event: Any = torch.cuda.Event(blocking=True)
+                event.record(queue)
+                under_way.append(event)
                 if len(under_way) > 2:
                     under_way.popleft().synchronize()
-        _event(queue).synchronize()
-
-
-def _event(queue: torch.cuda.Stream) -> torch.cuda.Event:
-    event: Any = torch.cuda.Event(blocking=True)
-    event.record(queue)
-    return event  # type: ignore[no-any-return]
+        for event in under_way:
+            event.synchronize()
 
 
 def _versions(
     host: HostBucket, params: Iterable[int], states: Iterable[torch.Tensor]
 ) -> tuple[int, ...]:
-    return (
-        *(compat.version(host.params[i]) for i in params),
-        *(compat.version(state) for state in states),
-    )
+    return tuple(compat.versions([*(host.params[i] for i in params), *states]))
 
 
 def _ids(states: Iterable[object]) -> list[int]:
@@ -242,6 +236,13 @@ class Deferred:
     owner: torch.cuda.Stream  # the memory's stream in the caching allocator
     forget: Callable[[], None] = lambda: None  # called when it is freed
 
+    def freed(self) -> bool:
+        """True if the copy is done, after which nothing needs the memory."""
+        done = self.copied.query()
+        if done:
+            self.forget()
+        return done
+
 
 class DeferredFrees:
     """Keeps memory until the copies from it are done or awaited."""
@@ -251,13 +252,7 @@ class DeferredFrees:
 
     def add(self, entry: Deferred) -> None:
         """Keep memory, and free entries whose copies are done."""
-        waiting = [entry]
-        for earlier in reversed(self._entries):
-            if earlier.copied.query():
-                earlier.forget()
-            else:
-                waiting.insert(0, earlier)
-        self._entries = waiting
+        self._entries = [*(each for each in self._entries if not each.freed()), entry]
 
     def take(self) -> list[Deferred]:
         """Take all entries: the caller waits for the copies and frees the memory."""

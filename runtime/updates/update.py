@@ -123,10 +123,6 @@ class BucketUpdate:
         """The user-visible name of the backend, or of the place if it is the device."""
         return self.backend.said if self.place is UpdatePlace.HOST else self.place.value
 
-    def take(self, left: UpdateOffer) -> None:
-        """Use the tensors that the backward left on the device."""
-        self.place, self.left = UpdatePlace.DEVICE, left
-
     def drop(self) -> None:
         """Drop the tensors that the backward left on the device; the host updates instead."""
         if self.left is not None:

@@ -37,7 +37,6 @@ from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST
 
 _DOUBT = 0.8  # decay of the last update's time, per step without an update
-_PATIENCE_S = 0.1  # for the device, which helps once all updates of a step are queued
 _ALIGNMENT = 256  # bytes
 _STEP = 16 * BLOCK  # chunk granularity in elements
 _LEAST_BYTES = 2**20  # enough for `_STEP` elements of any dtypes
@@ -137,26 +136,17 @@ def _chunks(whole: Update, buffer_bytes: int) -> Iterator[Update]:
 
 def _bytes_of(update: Update, numel: int) -> int:
     """Bytes for this many elements, each tensor rounded up to the alignment of the next."""
-    total = 0
-    for name, tensor in update.tensors():
-        count = absmax_numel(numel) if name == "absmax" else numel
-        total += _rounded(count * tensor.itemsize)
-    return total
+    return sum(
+        _rounded((absmax_numel(numel) if name == "absmax" else numel) * tensor.itemsize)
+        for name, tensor in update.tensors()
+    )
 
 
 def _placed(part: Update, buffer: torch.Tensor) -> Update:
     """Views of a buffer shaped like these tensors."""
-    offset = 0
-
-    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        del name
-        nonlocal offset
-        size = tensor.numel() * tensor.itemsize
-        span = buffer[offset : offset + size].view(tensor.dtype)
-        offset += _rounded(size)
-        return span
-
-    return part.map(place)
+    sizes = [_rounded(tensor.nbytes) for _, tensor in part.tensors()]
+    spans = iter(buffer[: sum(sizes)].split(sizes))
+    return part.map(lambda _, tensor: next(spans)[: tensor.nbytes].view(tensor.dtype))
 
 
 def _rounded(size_bytes: int) -> int:
@@ -231,22 +221,13 @@ class Workers:
     Args:
         device: the helping device.
         cores: the cores for host updates; empty: any.
-        streams: creates the streams for chunks.
-        chunks: creates the buffers for chunks.
-        patience_s: how long the host waits for a device that is about to help.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        cores: Collection[int] = (),
-        *,
-        streams: Callable[[torch.device], ChunkStreams] = ChunkStreams,
-        chunks: Callable[[ChunkStreams, Sequence[Update]], Chunks] = Chunks,
-        patience_s: float = _PATIENCE_S,
-    ) -> None:
+    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
         self.device = device
-        self._make_streams, self._make_chunks, self._patience_s = streams, chunks, patience_s
+        self.patience_s = 0.1  # for a device that is about to help
+        self.make_streams: Callable[[torch.device], ChunkStreams] = ChunkStreams
+        self.make_chunks: Callable[[ChunkStreams, Sequence[Update]], Chunks] = Chunks
         self._waiting: deque[Job] = deque()
         self._helped: deque[Collection[Future[None]]] = deque()  # jobs for the device
         self._device_ends_s = 0.0  # its current job, if known
@@ -308,9 +289,9 @@ class Workers:
         if not updates:
             return
         if self._streams is None:
-            self._streams = self._make_streams(self.device)
+            self._streams = self.make_streams(self.device)
         try:
-            chunks = self._make_chunks(self._streams, updates)
+            chunks = self.make_chunks(self._streams, updates)
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
@@ -351,7 +332,7 @@ class Workers:
         its_s = self._device_pace.seconds(first.update)
         if mine_s is None or its_s is None or mine_s <= its_s:
             return
-        while not self._is_helped(first) and time.perf_counter() < first.since_s + self._patience_s:
+        while not self._is_helped(first) and time.perf_counter() < first.since_s + self.patience_s:
             time.sleep(0.001)
 
     def _make(self, job: Job, lane: str, work: Callable[[], None], pace: Pace) -> None:

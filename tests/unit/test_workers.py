@@ -58,11 +58,14 @@ class Made:
 
 def working(**given: Any) -> Workers:
     """The two of them, without a device."""
-    here: Any = {
-        "streams": lambda device: device,
-        "chunks": lambda streams, updates: SimpleNamespace(update=None),
+    workers = Workers(CPU)
+    here: dict[str, Any] = {
+        "make_streams": lambda device: device,
+        "make_chunks": lambda streams, updates: SimpleNamespace(update=None),
     }
-    return Workers(CPU, **here | given)
+    for name, value in (here | given).items():
+        setattr(workers, name, value)
+    return workers
 
 
 @pytest.fixture
@@ -199,7 +202,7 @@ def test_the_host_may_begin_the_last_one_while_the_device_gets_ready() -> None:
         taken.extend(updates)
         raise torch.OutOfMemoryError("CUDA out of memory")  # then the host makes all
 
-    two = working(streams=streams, chunks=chunks)
+    two = working(make_streams=streams, make_chunks=chunks)
     both = begun(two, made)
     two.help(futures(both))
     over(both)
