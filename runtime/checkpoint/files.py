@@ -15,7 +15,6 @@ import json
 import os
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -230,8 +229,6 @@ class Reader:
 
     def __init__(self, done: Callable[[int], object]) -> None:
         self._done = done
-        self._files: dict[Path, int] = {}
-        self._opening = threading.Lock()
         self._computing = ThreadPoolExecutor(1, "megacompile-convert")
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
 
@@ -242,8 +239,6 @@ class Reader:
         self._computing.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._computing.shutdown(wait=True)  # last, because it may wait for reads
-        for file in self._files.values():
-            os.close(file)
 
     def read(self, entry: Entry, into: torch.Tensor) -> list[Future[None]]:
         """Start reading a tensor.
@@ -252,12 +247,11 @@ class Reader:
             entry: the tensor to read.
             into: the destination: same shape, any device; another dtype converts values.
         """
-        file = self._open(entry.path)
         if into.dtype != entry.dtype or into.device.type != "cpu" or not into.is_contiguous():
-            return [self._pool.submit(self._convert, file, entry, into)]
+            return [self._pool.submit(self._convert, entry, into)]
         memory = _bytes_of(into)
         return [
-            self._pool.submit(self._fill, file, entry, begin, memory[begin : begin + PIECE_BYTES])
+            self._pool.submit(self._fill, entry, begin, memory[begin : begin + PIECE_BYTES])
             for begin in range(0, entry.size_bytes, PIECE_BYTES)
         ]
 
@@ -278,23 +272,11 @@ class Reader:
 
         return self._computing.submit(work)
 
-    def _open(self, path: Path) -> int:
-        with self._opening:
-            if path not in self._files:
-                try:
-                    self._files[path] = os.open(path, os.O_RDONLY)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"megacompile(): file {path} cannot be opened ({error}); it existed when "
-                        "its header was read; load it again when it is complete"
-                    ) from error
-            return self._files[path]
-
-    def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
+    def _convert(self, entry: Entry, into: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if not into.is_contiguous():
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-                self._fill(file, entry, 0, _bytes_of(whole))
+                self._fill(entry, 0, _bytes_of(whole))
                 into.copy_(whole)
                 return
             staging = torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu").view(entry.dtype)
@@ -302,29 +284,28 @@ class Reader:
             for begin in range(0, flat.numel(), staging.numel()):
                 piece = flat[begin : begin + staging.numel()]
                 staged = staging[: piece.numel()]
-                self._fill(file, entry, begin * staged.itemsize, _bytes_of(staged))
+                self._fill(entry, begin * staged.itemsize, _bytes_of(staged))
                 piece.copy_(staged)
 
-    def _fill(self, file: int, entry: Entry, begin: int, into: torch.Tensor) -> None:
+    def _fill(self, entry: Entry, begin: int, into: torch.Tensor) -> None:
         """Fill `into` (uint8) with an entry's bytes from offset `begin`."""
-        size_bytes = into.numel()
         memory: Any = into.numpy()
-        left = memoryview(memory)
-        at = entry.offset_bytes + begin
-        while left:
-            try:
-                got = os.preadv(file, [left], at)
-                if not got:  # the file was complete when its header was read
-                    raise OSError("it ends there: it was truncated meanwhile")
-            except OSError as error:
-                raise CheckpointError(
-                    f"megacompile(): file {entry.path} cannot be read at byte {at} ({error}); "
-                    f"needed {len(left)} more bytes of {entry.name}; check the disk, or load it "
-                    "again when it is complete"
-                ) from error
-            at += got
-            left = left[got:]
-        self._done(size_bytes)
+        left, at = memoryview(memory), entry.offset_bytes + begin
+        try:
+            with entry.path.open("rb", buffering=0) as file:
+                while left:
+                    got = os.preadv(file.fileno(), [left], at)
+                    if not got:  # the file was complete when its header was read
+                        raise OSError("it ends there: it was truncated meanwhile")
+                    at += got
+                    left = left[got:]
+        except OSError as error:
+            raise CheckpointError(
+                f"megacompile(): file {entry.path} cannot be read at byte {at} ({error}); needed "
+                f"{len(left)} more bytes of {entry.name}; check the disk, or load it again when it "
+                "is complete"
+            ) from error
+        self._done(into.numel())
 
 
 def wait(pieces: Iterable[Future[None]]) -> None:

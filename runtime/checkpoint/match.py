@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -60,7 +60,7 @@ def match(model: nn.Module, checkpoint: Checkpoint) -> list[Stored]:
     """
     entries = entries_of(Path(checkpoint.path))
     tensors = _named(model)
-    rename = checkpoint.names or _unwrapped(model, tensors, entries)
+    rename = checkpoint.names or _unwrapped(tensors, entries)
     theirs = {name: rename(name) for names, _ in tensors for name in names}
     groups: dict[str, Group] = {}
     if checkpoint.names is None and not entries.keys() <= set(theirs.values()):
@@ -98,31 +98,18 @@ def _named(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 def _unwrapped(
-    model: nn.Module,
-    tensors: Sequence[tuple[list[str], torch.Tensor]],
-    entries: Mapping[str, Entry],
+    tensors: Sequence[tuple[list[str], torch.Tensor]], entries: Mapping[str, Entry]
 ) -> Callable[[str], str]:
-    """Maps names to names without a wrapper's path: the one with which most names match."""
+    """Maps names to names without the path of a module that has all tensors: the path with which
+    most names match."""
 
     def fitting(path: str) -> int:
         return sum(any(n.removeprefix(path) in entries for n in names) for names, _ in tensors)
 
-    path = max(_wrappers(model), key=fitting)  # of equals the outermost
+    modules = os.path.commonprefix([n.split(".")[:-1] for names, _ in tensors for n in names])
+    paths = ["".join(f"{name}." for name in modules[:k]) for k in range(len(modules) + 1)]
+    path = max(paths, key=fitting)  # of equals the outermost
     return lambda name: name.removeprefix(path)
-
-
-def _wrappers(model: nn.Module) -> Iterator[str]:
-    """The paths of the modules that have all tensors of the model, starting with the model."""
-    path, module = "", model
-    while True:
-        yield path
-        names = module.state_dict(keep_vars=True)
-        for name, child in module.named_children():
-            if names and all(n.startswith(f"{name}.") for n in names):
-                path, module = f"{path}{name}.", child
-                break
-        else:
-            return
 
 
 def _any_matches(names: Iterable[str], patterns: str | Sequence[str]) -> bool:
