@@ -96,7 +96,7 @@ def save(
                 raise OSError(f"{format_bytes(needed)} needed, {format_bytes(free)} free")
     try:
         for file, names in shards.items():
-            _write(path, file, names, tensors, savers)
+            _write(path / (file + INCOMPLETE), names, tensors, savers)
         with savers.writing():
             if savers.writes:
                 _write_index(path, shards, tensors)
@@ -160,36 +160,31 @@ def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _write(path: Path, name: str, tensors: list[str], saved: Saved, savers: Savers) -> None:
+def _write(path: Path, names: list[str], saved: Saved, savers: Savers) -> None:
     """Write one file under a name that readers ignore, and sync it to the disk.
 
     The library needs all tensors of a file at once, but ranks that share a model gather only one at
     a time. Format: https://huggingface.co/docs/safetensors
     """
-    file: BinaryIO | None = None
+    writer: BinaryIO | None = None
     starts: dict[str, int] = {}
     with ExitStack() as stack:
         with savers.writing():
             if savers.writes:
-                header, starts = _header({name: saved.looks[name] for name in tensors})
-                file = stack.enter_context((path / (name + INCOMPLETE)).open("wb", buffering=0))
-                _put(file, 0, header)
-        for tensor in tensors:
-            _write_one(file, starts, tensor, saved, savers)
+                header, starts = _header({name: saved.looks[name] for name in names})
+                writer = stack.enter_context(path.open("wb", buffering=0))
+                _put(writer, 0, header)
+        for name in names:
+            tensor = saved.get(name)
+            with savers.writing():
+                if writer is not None and tensor.numel():
+                    flat = tensor.detach().cpu().contiguous().reshape(-1)
+                    _put(writer, starts[name], flat.view(torch.uint8).numpy())
+                    del flat
+            del tensor  # before the next one is gathered
         with savers.writing():
-            if file is not None:
-                os.fsync(file.fileno())
-
-
-def _write_one(
-    file: BinaryIO | None, starts: Mapping[str, int], name: str, saved: Saved, savers: Savers
-) -> None:
-    """Write one tensor. This is a function so that it frees the tensor's memory at its end."""
-    tensor = saved.get(name)
-    with savers.writing():
-        if file is not None and tensor.numel():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            _put(file, starts[name], flat.view(torch.uint8).numpy())
+            if writer is not None:
+                os.fsync(writer.fileno())
 
 
 def _header(looks: Mapping[str, torch.Tensor]) -> tuple[bytes, dict[str, int]]:

@@ -206,18 +206,13 @@ def _is_ours(host: HostBucket) -> bool:
 def _runs(host: HostBucket, params: Iterable[int]) -> Parts:
     """The byte ranges of some of a bucket's parameters, including the padding between
     neighbours."""
-    places, wanted = host.layout.params, set(params)
-    ranges = []
-    for i in sorted(wanted):
-        place = places[i]
-        end = place.offset_bytes + place.size_bytes
-        if i + 1 in wanted:
-            end = places[i + 1].offset_bytes
-        elif i + 1 == len(places):
-            end = len(place_of(host))  # the last parameter
-        if end > place.offset_bytes:
-            ranges.append((place.offset_bytes, end))
-    return _joined(ranges)
+    places, wanted = host.layout.params, {*params, len(host.layout.params)}
+    starts = [place.offset_bytes for place in places] + [len(place_of(host))]
+    ends = [place.offset_bytes + place.size_bytes for place in places]
+    ranges = (
+        (starts[i], starts[i + 1] if i + 1 in wanted else ends[i]) for i in sorted(wanted)[:-1]
+    )
+    return _joined((begin, end) for begin, end in ranges if end > begin)
 
 
 def _joined(parts: Iterable[tuple[int, int]]) -> Parts:
