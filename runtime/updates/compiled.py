@@ -44,7 +44,6 @@ _TYPICAL = 2**22  # elements: by the first size Inductor decides whether to use 
 _SAMPLE = 2**16 + 37  # elements for comparing code with its twin
 _REFUSED = 3  # exit status: the process started, but compilation failed
 _NOTE = 3  # version of the note's format
-_UNSENT = (pickle.PicklingError, AttributeError, TypeError)  # functions in Inductor's options
 
 Code = Callable[..., None]
 Kind = tuple[str, ...]
@@ -112,7 +111,7 @@ class Compiled:
             if not os.path.exists(request.note):
                 self._in_process[kind] = request, Process(__name__, pickle.dumps(request))
                 log.logger("compile").info("%s: compiling to C++ in the background", self.rule.name)
-        except (OSError, subprocess.SubprocessError, *_UNSENT) as error:
+        except Exception as error:  # no process, or functions in Inductor's options
             text = "%s: no process can compile to C++ in the background: %s"
             log.logger("compile").info(text, self.rule.name, error)
             return None

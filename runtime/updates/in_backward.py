@@ -21,6 +21,7 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.registry import known
+from megacompile.runtime.optim.rule import map_state
 from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.gradient_guards import is_taken
 from megacompile.runtime.params.guards import is_shared
@@ -46,13 +47,7 @@ from megacompile.runtime.updates.staging import Staging
 
 
 class InBackward:
-    """Implements the `*_state` and `update` ops.
-
-    Args:
-        optimizer: the optimizer that updates.
-        prepare: see `StepParts.in_backward`.
-        staging: buffers for data on a disk.
-    """
+    """Implements the `*_state` and `update` ops."""
 
     def __init__(
         self,
@@ -61,7 +56,7 @@ class InBackward:
         staging: Staging | None,
     ) -> None:
         self.optimizer = optimizer
-        self.prepare = prepare
+        self.prepare = prepare  # see `StepParts.in_backward`
         self.staging = staging
         self.uncommitted: set[ParamId] = set()  # updated, before step() was called
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
@@ -217,9 +212,11 @@ class InBackward:
         """The states of the updated parameters, in host memory."""
         del trained
         lease = None if self.staging is None else self.staging.states.of(host)
+        found = {i: step.in_order() for i, step in self.running[host.layout.key].items()}
+        if lease is None:
+            return found
         return {
-            i: step.in_order() if lease is None else lease.states(step.in_order())
-            for i, step in self.running[host.layout.key].items()
+            i: tuple([map_state(lease.tensor, s) for s in states]) for i, states in found.items()
         }
 
     def offload(

@@ -18,19 +18,12 @@ from megacompile.runtime.device.background import OVER, Completion
 from megacompile.runtime.device.buffers import DiskBuffer
 from megacompile.runtime.device.pool import Buffer, HostBudget, Lease, Lender
 from megacompile.runtime.disk.transfers import FileSpan, Request
-from megacompile.runtime.optim.rule import State, map_state
 from megacompile.runtime.params.host_bucket import HostBucket
 
 
 class BucketLease(Lease):
-    """A lease with memory for several disk ranges, one after another.
-
-    Args:
-        host: the bucket.
-        places: the bucket's disk ranges.
-        after: the last writes of these ranges.
-        prefetch: True for a prefetch, which the issuing thread waits for; False for an update.
-    """
+    """A lease with memory for several disk ranges of a bucket, one after another; `after` are the
+    last writes of these ranges."""
 
     def __init__(
         self,
@@ -45,7 +38,7 @@ class BucketLease(Lease):
         super().__init__(pool, self._offsets[-1], after)
         self.host = host
         self.places = tuple(places)
-        self.prefetch = prefetch
+        self.prefetch = prefetch  # True: the issuing thread waits for it; False: for an update
         self.ready = Completion(future=Future())  # without a read: set when lent
         self.write: Request | None = None  # the buffer is free after it
         self.given_up = False
@@ -109,10 +102,6 @@ class BucketLease(Lease):
                 element = (self._offsets[i] + at) // value.itemsize
                 return whole.set_(storage, element, value.shape, value.stride())
         return value
-
-    def states(self, states: Sequence[State | None]) -> tuple[State | None, ...]:
-        """`tensor` for each state."""
-        return tuple([map_state(self.tensor, state) for state in states])
 
 
 class BucketBuffers(Lender):

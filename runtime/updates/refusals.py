@@ -1,9 +1,8 @@
 """Detects the errors of an update during its preparation, before anything changes.
 
-An update runs in the background, bucket by bucket, or in a backward, stage by stage. An error there
-would leave half of the parameters updated. Possible causes are an option of a parameter group
-(`check_options`), a loaded or assigned state (`_check_state`), and anything else that torch.optim's
-own step rejects, which a rehearsal on tensors of a few elements detects (`rehearse`). Values that
+An error in the background or in a backward would leave half of the parameters updated. Possible
+causes are an option of a parameter group, a loaded or assigned state, and anything else that
+torch.optim's own step rejects, which a rehearsal on tensors of a few elements detects. Values that
 torch.optim's step accepts, such as a negative lr, are accepted here too.
 """
 
