@@ -238,7 +238,7 @@ class Deferred:
 
     def freed(self) -> bool:
         """True if the copy is done, after which nothing needs the memory."""
-        done = self.copied.query()
+        done = bool(self.copied.query())
         if done:
             self.forget()
         return done
