@@ -1,9 +1,7 @@
-"""Schedules to break: those that random models ran, and those that the passes make for random
-models, or lines of stages, and plans without running them."""
+"""Schedules to break: the passes make them for random models, or lines of stages, and plans."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -11,33 +9,13 @@ import torch
 from hypothesis import strategies as st
 
 from megacompile.ir.schedule import Schedule
-from tests import inside, nets
+from tests import nets
 from tests.capturing import capture, differentiated
 from tests.draws import examples
 from tests.nets import Choice, Net
 from tests.planned import passed
 from tests.planned import planned as planned_line
-from tests.subject import Counts, InOrder, Subject, plain_refuses
-
-
-def ran(count: int, seed: int) -> list[Schedule]:
-    """At least `count` schedules that the passes make for random models and plans."""
-    found: list[Schedule] = []
-
-    def one(net: Net, choice: Choice) -> None:
-        if len(found) >= count or plain_refuses(net, choice):
-            return
-        # faults of ops of a disk: tests/unit/faults.txt
-        choice = dataclasses.replace(choice, disk=False, disk_weights=False, disk_saved=False)
-        choice = dataclasses.replace(choice, offload=False, on_host=0)
-        subject = Subject(net, choice, Counts())
-        subject.wrong(InOrder())
-        graphs = inside.graphs(subject.model)
-        programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
-        found.extend(e.schedule for p in programs for e in p.executors.values())
-
-    examples(one, nets.nets(), nets.choices(), count=count, seed=seed, shrink=False)
-    return found
+from tests.subject import plain_refuses
 
 
 def planned(count: int, seed: int) -> list[Schedule]:

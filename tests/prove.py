@@ -45,7 +45,7 @@ from tests.loops import Loop
 from tests.mutants import Harm, Truth
 from tests.mutants_step import mutate
 from tests.nets import Choice, Net
-from tests.originals import lined, planned, ran
+from tests.originals import lined, planned
 from tests.ranks.subject import RankSubject, Shared, shared
 from tests.subject import Counts, Subject, plain_refuses
 
@@ -259,9 +259,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"frames: {of_frames}")
         failed |= of_frames.mismatches > 0
     if args.mutants:
-        third = args.schedules // 3
-        originals = ran(third, args.seed) + planned(third, args.seed)
-        originals += lined(args.schedules - len(originals), args.seed)
+        half = args.schedules // 2
+        originals = planned(half, args.seed) + lined(args.schedules - half, args.seed)
         found = prove_verify(args.mutants, args.seed, originals)
         print("\n".join([*found.missed, str(found)]))
         failed |= bool(found.missed) or found.false_alarms > 0
