@@ -408,6 +408,10 @@ def test_an_operator_that_takes_tensors_for_numbers() -> None:
     assert torch.Tag.nondeterministic_seeded in random.tags
     assert compat.taking_tensors(aten.mul_.Tensor, ("other",)) is None  # changes its argument
     assert compat.taking_tensors(torch.relu, ()) is None
+    graph = torch.fx.Graph()
+    graph.call_function(made, (graph.placeholder("x"),))
+    assert compat.taken_tensors(graph) == [("aten::addcmul", ("value",))]
+    compat.define_taking("aten::addcmul", ("value",))  # as in another process: it is there
 
 
 class _Like(torch.Tensor):
