@@ -205,9 +205,6 @@ class _Reader:
         self.rng: dict[str, fx.Node] = {}
         self.weights: dict[str, fx.Node] = {}
         self.groups: dict[str, fx.Node] = {}  # bucket -> its gradients so far
-        self.fetched: dict[str, fx.Node] = {}
-        self.norms: dict[str, fx.Node] = {}
-        self.states: dict[str, fx.Node] = {}  # bucket -> its optimizer states
         self.last: fx.Node | None = None  # the activation or gradient that the next compute takes
 
     @property
@@ -283,51 +280,6 @@ class _Reader:
         for k, bucket in enumerate(stage.buckets, start=1):
             name = f"g{_name(bucket.label)}_{label}"
             self.groups[bucket.label] = self._item(call, k, name)
-
-    def _reduce_scatter(self, label: str) -> None:
-        bucket, name = self.buckets[label], f"r{_name(label)}"
-        buffer = ops.call(self.graph, ops.alloc_shard, bucket, name=f"buf_{name}")
-        given = (bucket, self.groups[label], buffer)
-        self.groups[label] = ops.call(self.graph, ops.reduce_scatter, *given, name=name)
-
-    def _fetch_grad(self, label: str) -> None:
-        bucket = self.buckets[label]
-        buffer = ops.call(self.graph, ops.alloc_grad, bucket, name=f"buf_g{_name(label)}")
-        self.fetched[label] = ops.call(
-            self.graph, ops.fetch_grad, bucket, buffer, name=f"h{_name(label)}"
-        )
-
-    def _add_grad(self, label: str) -> None:
-        given = (self.buckets[label], self.fetched[label], self.groups[label])
-        name = f"sum{_name(label)}"
-        self.groups[label] = ops.call(self.graph, ops.add_grad, *given, name=name)
-
-    def _norm_grad(self, label: str) -> None:
-        given = (self.buckets[label], self.groups[label])
-        self.norms[label] = ops.call(self.graph, ops.norm_grad, *given, name=f"n{_name(label)}")
-
-    def _offload_grad(self, label: str) -> None:
-        given: tuple[Any, ...] = (self.buckets[label], self.groups[label])
-        given += (self.norms[label],) if label in self.norms else ()
-        ops.call(self.graph, ops.offload_grad, *given, name=f"o{_name(label)}")
-
-    def _fetch_state(self, label: str) -> None:
-        bucket, name = self.buckets[label], f"s{_name(label)}"
-        buffer = ops.call(self.graph, ops.alloc_state, bucket, False, name=f"buf_{name}")
-        given = (bucket, buffer, False)
-        self.states[label] = ops.call(self.graph, ops.fetch_state, *given, name=name)
-
-    def _update(self, label: str) -> None:
-        given = (self.weights.get(label), self.groups[label], self.states[label])
-        name = f"new{_name(label)}"
-        self.states[label] = ops.call(
-            self.graph, ops.update, self.buckets[label], *given, name=name
-        )
-
-    def _offload_state(self, label: str) -> None:
-        given: tuple[Any, ...] = (self.buckets[label], self.states[label])
-        given += (self.norms[label],) if label in self.norms else ()
-        ops.call(self.graph, ops.offload_state, *given, name=f"so{_name(label)}")
 
     def _weights(self, stage: Stage) -> tuple[fx.Node | None, ...]:
         return tuple(self.weights.get(b.label) for b in stage.buckets) if self.weights else ()

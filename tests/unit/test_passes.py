@@ -107,10 +107,11 @@ CHAINS: dict[str, Callable[..., list[Pass]]] = {
         PASSES.insert_recompute,
         part(PASSES.offload_saved_tensors, lookahead=lookahead),
     ],
-    "offload_grad": lambda accumulate=False: [
+    "norms": lambda **_: [PASSES.insert_norms],
+    "offload_grad": lambda accumulate=False, **_: [
         part(PASSES.offload_gradients, accumulate=accumulate)
     ],
-    "updates": lambda **given: [
+    "updates": lambda delay=1, **given: [
         part(
             PASSES.insert_updates,
             **{"accumulate": False, "lookahead": 1, "masters": False, **STATES, **given},
