@@ -16,9 +16,9 @@ from torch.nn import functional
 from triton.testing import do_bench
 
 from benchmarks.report import publish
+from megacompile.cost.fusion import Kernel, KernelBound
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.rates import load
-from megacompile.cost.roofline import Kernel, KernelBound
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:

@@ -198,7 +198,7 @@ def _row(program: AbstractProgram, machine: Hardware, *, exhaustive: bool) -> di
     planned = program.planned()
     graphs = other.pipeline.differentiated(planned.stages, planned.capture, planned.variant)
     start = time.process_time()
-    problem = other.chooser.problems.of(graphs, planned.variant)
+    problem = other.chooser.problem(graphs, planned.variant)
     found = planner.search(problem)
     search_s = time.process_time() - start
     if found is None:

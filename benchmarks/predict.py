@@ -25,6 +25,7 @@ from benchmarks.cases import GROUPS, Case
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
 from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.memory import device_memory
 from megacompile.cost.places import host_memory
 from megacompile.cost.rates import known
 from megacompile.cost.simulate import simulate
@@ -90,7 +91,7 @@ def _row(
     planned_s = time.perf_counter() - start
     optimizer = program.compiler.setting.cost()
     timeline = simulate(schedule, hardware, optimizer=optimizer, steps=3)
-    peak = timeline.memory.peak
+    peak = device_memory(schedule, optimizer=optimizer).peak
     host = sum(host_memory(schedule, optimizer).values())
     if show:
         print(f"{case.name}, {case.text}\n{timeline}\n{peak}\n", flush=True)

@@ -13,11 +13,10 @@ from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.log import KERNELS, UPDATES
 from megacompile.options import Lowering
-from megacompile.plan import alternatives
-from megacompile.plan.alternatives import Planned
+from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
 from megacompile.plan.findings import Moved
-from megacompile.plan.scenario import Scenario
+from megacompile.plan.scenario import Planned, Scenario
 from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
 from megacompile.views.recorder import Trace as Trace
@@ -172,7 +171,6 @@ def explain(
         device_bytes,
         compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
         compiler.budget.disk_bytes(),
-        disk_weights=options.disk_weights,
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
@@ -186,8 +184,8 @@ def explain(
         model=name,
         parameters=sum(p.numel() for p in model.parameters()),
         traced=None if trace is None else trace.measured,
-        changes=alternatives.changes(now, other, planned) if changes else (),
-        budgets=alternatives.budgets(now, other, planned) if changes else (),
+        changes=scenario.changes(now, other, planned) if changes else (),
+        budgets=scenario.budgets(now, other, planned) if changes else (),
         locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
         numa_node=None if node is None else str(node),
         rates=() if agreed is None else agreed.ranks,

@@ -85,7 +85,7 @@ def problem_of(made: AbstractProgram, **changes: Any) -> Problem:
     """What its compiler seeks a plan for; `changes` are other fields of it."""
     planned, compiler = made.planned(), made.compiler
     graphs = compiler.pipeline.differentiated(*planned)
-    return replace(compiler.chooser.problems.of(graphs, planned.variant), **changes)
+    return replace(compiler.chooser.problem(graphs, planned.variant), **changes)
 
 
 @cache

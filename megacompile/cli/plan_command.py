@@ -15,17 +15,19 @@ from megacompile.cli import target
 from megacompile.cli.commands import print_json
 from megacompile.cli.plan_arguments import DTYPES, OPTIMIZERS, DiskArguments, machine
 from megacompile.cli.target import Target
-from megacompile.cost.experts import active_parameters
 from megacompile.cost.hardware import Hardware
+from megacompile.cost.ops import active_parameters
 from megacompile.cost.probe import DiskRates
 from megacompile.cost.rates import disk_on_file, known
 from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
+from megacompile.host_memory import too_small
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options, PlannedMesh
-from megacompile.plan import alternatives, explanation
+from megacompile.plan import explanation, scenario
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.explanation import Explanation
-from megacompile.plan.fit import is_tried, why_not
+from megacompile.plan.fit import SMALLER, TRIED, more, short
+from megacompile.plan.problem import DEVICE, HOST
 from megacompile.plan.scenario import Scenario
 from megacompile.text import columns, duration, format_bytes
 from megacompile.validate import host_rows
@@ -166,52 +168,68 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     options = _options(args, made, hardware)
     programs = _programs(made, options, hardware)
     compiler = programs[0].compiler
+    schedules, refused = _schedules(programs)
     now = Scenario(
-        tuple(_schedules(programs)),
+        tuple(schedules),
         hardware,
         compiler.setting.cost(states=OPTIMIZERS[args.optimizer]),
         device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
         disk_bytes=compiler.budget.disk_bytes(),
-        first=_first(
-            made,
-            options,
-            hardware,
-            on_disk=bool(options.disk_weights) or options.may_store_weights,
-        ),
-        first_on_disk=_first(made, options, hardware, on_disk=True),
-        disk_weights=options.disk_weights,
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
-    short = why_not(now)
-    more = None if args.sweep or short else compiler
+    why_not = _first_too_small(made, options, now, fits=not refused) or refused
+    lacks = now.device.peak.total_bytes - compiler.budget.size_bytes()
+    if tried := lacks > 0 and not why_not:
+        needed = short(DEVICE, now.device.peak.total_bytes, compiler.budget.size_bytes())
+        why_not = (f"{needed}: {TRIED}", SMALLER, more({DEVICE: lacks}))
+    again = None if args.sweep or why_not else compiler
     explained = Explanation.of(
         now,
         model=made.name,
         parameters=made.parameters,
-        changes=alternatives.changes(now, compiler, planned) if args.changes else (),
-        budgets=alternatives.budgets(now, more, planned) if args.changes or more else (),
+        changes=scenario.changes(now, compiler, planned) if args.changes else (),
+        budgets=scenario.budgets(now, again, planned) if args.changes or again else (),
     )
     active = made.parameters
     if made.tokens is not None:
         active = active_parameters(now.schedules, active, made.tokens)
     planning_s = time.perf_counter() - start
     return Answer(
-        *(made, batch, explained, short, planning_s, args.gpus, args.hosts, active, is_tried(now))
+        *(made, batch, explained, why_not, planning_s, args.gpus, args.hosts, active, tried)
     )
 
 
-def _first(
-    made: Target, options: Options, hardware: Hardware, *, on_disk: bool
-) -> list[tuple[str, int]]:
-    """Host memory that `megacompile()` checks before it plans."""
-    return host_rows(
-        made.model,
-        gradients=options.optimizer is None,
-        device_bytes=options.gpu_memory or hardware.device_bytes or 0,
-        on_disk=on_disk,
-        ranks=options.ranks,
-    )
+def _first_too_small(
+    made: Target, options: Options, now: Scenario, *, fits: bool
+) -> tuple[str, ...]:
+    """The error of `megacompile()` before any plan, if the parameters do not fit on the host, where
+    all of them start; with changes that would fix it."""
+
+    def lines(*, on_disk: bool) -> tuple[str, ...]:
+        rows = host_rows(
+            made.model,
+            gradients=options.optimizer is None,
+            device_bytes=options.gpu_memory or now.hardware.device_bytes or 0,
+            on_disk=on_disk,
+            ranks=options.ranks,
+        )
+        sizes.append(sum(size for _, size in rows))
+        return () if now.host_bytes is None else too_small(rows, now.host_bytes)
+
+    sizes = [sum(now.host().values())]
+    found = lines(on_disk=bool(options.disk_weights) or options.may_store_weights)
+    if not found:
+        return ()
+    lacks = {HOST: max(sizes) - (now.host_bytes or 0)}
+    device = now.device.peak.total_bytes - (now.device_bytes or 0)
+    if device > 0:
+        lacks = {DEVICE: device, **lacks}
+    able = fits and device <= 0 and options.disk is None and options.ranks == 1
+    if able and options.compute_dtype is None and not lines(on_disk=True):
+        what = "parameters beyond host memory wait there for the plan"
+        found += (f"with disk= it would fit: {what}",)
+    return *found, more(lacks)
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
@@ -259,17 +277,20 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
         ) from error
 
 
-def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
-    """The schedules; if memory is too small, those closest to fitting."""
+def _schedules(programs: list[AbstractProgram]) -> tuple[list[Schedule], tuple[str, ...]]:
+    """The schedules; if memory is too small, those closest to fitting, and why they do not."""
     found: list[Schedule] = []
+    refused: tuple[str, ...] = ()
     for program in programs:
         reuse = program is programs[-1]
         try:
             found.append(program.schedule(reuse=reuse))
-        except (DeviceMemoryError, HostMemoryError):
+        except (DeviceMemoryError, HostMemoryError) as error:
+            lines = str(error).removeprefix("megacompile(): ").splitlines()
+            refused = refused or tuple(line for line in lines if not line.startswith("  "))
             program.plans.choose_least(program.stages, "this is the closest plan")
             found.append(program.schedule(reuse=reuse))
-    return found
+    return found, refused
 
 
 def _text(answer: Answer, args: argparse.Namespace) -> str:

@@ -103,8 +103,11 @@ def flops_of(node: fx.Node) -> int:
     if is_grouped(node):
         return _grouped_flops(node)
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return _unregistered_flops(node)
+    if (
+        formula is None
+    ):  # with packed weights: each element is a sum over the first's last dimension
+        found = _operands(node)
+        return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
@@ -113,17 +116,14 @@ def instructions_of(node: fx.Node) -> int:
     """Instructions of an elementwise node or a reduction, for all elements of its largest
     tensor."""
     sizes = (t.numel() for n in (node, *node.all_input_nodes) for t in tensors_of(n))
-    return max(sizes, default=0) * _instructions_a_number(node)
-
-
-def _instructions_a_number(node: fx.Node) -> int:
-    name = name_of(node)
+    numel, name = max(sizes, default=0), name_of(node)
     divides = name == "div" and isinstance(node.args[1], fx.Node)  # else a multiplication
     if divides or name in _SLOW:
-        return _SLOW_INSTRUCTIONS
+        return _SLOW_INSTRUCTIONS * numel
     if name.startswith("clamp"):
-        return _CLAMP_INSTRUCTIONS
-    return _CAST8_INSTRUCTIONS if any(_is_fp8(t.dtype) for t in tensors_of(node)) else 1
+        return _CLAMP_INSTRUCTIONS * numel
+    casts = any(_is_fp8(t.dtype) for t in tensors_of(node))
+    return (_CAST8_INSTRUCTIONS if casts else 1) * numel
 
 
 def _is_fp8(dtype: torch.dtype) -> bool:
@@ -150,13 +150,6 @@ def _grouped_flops(node: fx.Node) -> int:
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     products = 2 if _is_backward(node) else 1  # the fallback's backward: one op for both gradients
     return products * 2 * groups * math.prod(a.shape[-2:]) * b.shape[-1]
-
-
-def _unregistered_flops(node: fx.Node) -> int:
-    """Operations of a product that is not in the registry, such as one with packed weights: each
-    output element is a sum over the last dimension of the first input."""
-    found = _operands(node)
-    return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
 
 
 def _operands(node: fx.Node) -> list[torch.Tensor]:
@@ -197,16 +190,11 @@ def workspace_bytes(node: fx.Node) -> int:
     """Memory that a library call allocates inside."""
     if is_attention(node):
         return 4 * math.prod(_attended(node)[0].shape) if _is_backward(node) else 0
-    if node.target is torch.ops.megacompile.linear_cross_entropy.default:
-        return _logits_bytes(node)
-    return unpacked_bytes(node)
-
-
-def _logits_bytes(node: fx.Node) -> int:
-    """Bytes of one chunk of a chunked head's logits."""
+    if node.target is not torch.ops.megacompile.linear_cross_entropy.default:
+        return unpacked_bytes(node)
     hidden, weight = (tensors_of(n)[0] for n in node.args[:2] if isinstance(n, fx.Node))
     at_most = dict(compat.arguments_of(node))["chunk_rows"]
-    rows = min(equal_chunks(hidden.shape[0], at_most), hidden.shape[0])
+    rows = min(equal_chunks(hidden.shape[0], at_most), hidden.shape[0])  # of one chunk of logits
     return rows * weight.shape[0] * hidden.dtype.itemsize
 
 
@@ -253,15 +241,10 @@ def scatters(node: fx.Node) -> bool:
 
     `scatter(full(...), index, value)` is a comparison with the index.
     """
-    if name_of(node) not in _SCATTERED:
-        return False
-    base = node.args[0]
-    constant = (
-        name_of(node) == "scatter"
-        and isinstance(base, fx.Node)
-        and name_of(base) in ("full", "zeros", "scalar_tensor")
-    )
-    return not constant
+    base = node.args[0] if node.args else None
+    constants = ("full", "zeros", "scalar_tensor")
+    constant = isinstance(base, fx.Node) and name_of(base) in constants
+    return name_of(node) in _SCATTERED and not (constant and name_of(node) == "scatter")
 
 
 def scattered_bytes(node: fx.Node) -> int:
@@ -280,13 +263,18 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
+def _reduced(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a reduction takes, and what it returns."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return tensors_of(source)[0], tensors_of(node)[0]
+
+
 def reduces_to_one(node: fx.Node) -> bool:
     """True if a reduction reduces more than one row to one number."""
     if name_of(node) not in REDUCTIONS:
         return False
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    taken, given = tensors_of(source)[0], tensors_of(node)[0]
+    taken, given = _reduced(node)
     return given.numel() == 1 and math.prod(taken.shape[:-1]) > 1
 
 
@@ -294,9 +282,7 @@ def reduces_long_rows(node: fx.Node) -> bool:
     """True if a reduction's rows are too long for a kernel to hold."""
     if name_of(node) not in REDUCTIONS or reduces_to_one(node) or reduces_columns(node):
         return False
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    taken, given = tensors_of(source)[0], tensors_of(node)[0]
+    taken, given = _reduced(node)
     return taken.numel() > _KEPT_NUMBERS * given.numel()
 
 
@@ -305,9 +291,7 @@ def reduces_columns(node: fx.Node) -> bool:
     dims = node.args[1] if len(node.args) > 1 else None
     if name_of(node) not in REDUCTIONS or not isinstance(dims, (list, tuple)):
         return False
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    rank = max(tensors_of(source)[0].dim(), 1)  # 0-d counts as 1-d
+    rank = max(_reduced(node)[0].dim(), 1)  # 0-d counts as 1-d
     return bool(dims) and all(isinstance(d, int) and d % rank != rank - 1 for d in dims)
 
 
@@ -316,5 +300,5 @@ def reached_in_columns(node: fx.Node) -> float:
     does not split the rows, so only columns run in parallel."""
     if not reduces_columns(node):
         return 1.0
-    columns = tensors_of(node)[0].numel()
+    columns = _reduced(node)[1].numel()
     return 1.0 if columns < _MANY_COLUMNS else min(1.0, columns / _ALL_COLUMNS)

@@ -23,6 +23,8 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import fx
@@ -51,12 +53,72 @@ from megacompile.cost.aten import (
     unpacked_bytes,
     workspace_bytes,
 )
-from megacompile.cost.roofline import Analysis, Kernel, KernelBound, Returned
+from megacompile.cost.hardware import Hardware
 from megacompile.ir import ops
 from megacompile.ir.liveness import endings
 
 _MANY_READS = 4  # Inductor's realize_reads_threshold
 _INSTRUCTIONS_A_BYTE = 1.5  # to load or store 16-bit elements, including addresses
+
+
+class KernelBound(Enum):
+    """The limiting resource of a kernel."""
+
+    PRODUCT = "product"  # the matrix units, or memory for thin shapes
+    ATTENTION = "attention"  # the matrix units at a lower rate, because of the softmax
+    MEMORY = "memory"  # device memory
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One launch: operations, bytes read and written."""
+
+    name: str  # of its last node
+    kind: KernelBound
+    flops: int
+    size_bytes: int
+    itemsize: int  # bytes of an operand's element: 1 (fp8), 2 or 4
+    reached: float = 1.0  # share of the limiting rate that its size and access pattern allow
+    instructions: int = 0  # of elementwise code, for all elements
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Time on a device, without overlap: the longest of operations, bytes and instructions at
+        their rates, plus a launch."""
+        moved_s = self.size_bytes / (hardware.memory_gb_s * 1e9)
+        if self.kind is KernelBound.MEMORY:
+            moved_s /= self.reached
+        # fp32 products are FMAs of two operations; with TF32 the rate is higher and this too small
+        issued_s = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)
+        rate = hardware.matmul32_tflop_s if self.itemsize > 2 else hardware.matmul_tflop_s
+        if self.itemsize == 1:
+            rate = hardware.matmul8_tflop_s or rate
+        attends = self.kind is KernelBound.ATTENTION
+        rate *= hardware.attention_share if attends else hardware.sustained
+        return max(self.flops / (rate * self.reached * 1e12), moved_s, issued_s) + hardware.launch_s
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The memory of a tensor that a graph returns."""
+
+    memory: int  # equal for tensors that share it; negative: an input's
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The kernels and the memory of compiled code."""
+
+    kernels: tuple[Kernel, ...]
+    peak_bytes: int  # allocated while it runs, including results
+    returned: tuple[Returned | None, ...]
+    _seconds: dict[Hardware, float] = field(default_factory=dict, init=False, compare=False)
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Time on a device, without overlap between kernels."""
+        if hardware not in self._seconds:
+            self._seconds[hardware] = sum(kernel.seconds(hardware) for kernel in self.kernels)
+        return self._seconds[hardware]
 
 
 def analyse(graph: fx.Graph, *, fused: bool = True) -> Analysis:
@@ -68,12 +130,13 @@ def analyse(graph: fx.Graph, *, fused: bool = True) -> Analysis:
 Reads = dict[int, int]  # buffer -> bytes read from it
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """A value in memory."""
-
-    size_bytes: int
-    level: int  # longest chain of library calls and full reductions before it
+def _joined(each: Iterable[Reads]) -> Reads:
+    """Everything that is read, the larger part of each buffer."""
+    found: Reads = {}
+    for reads in each:
+        for buffer, size in reads.items():
+            found[buffer] = max(size, found.get(buffer, 0))
+    return found
 
 
 @dataclass(slots=True)
@@ -83,9 +146,9 @@ class _Op:
     node: fx.Node
     reads: Reads
     writes: tuple[int, ...]
-    library: bool
-    level: int
-    inner: bool  # reduces rows or nothing, so it can share a kernel with elementwise nodes
+    level: int  # longest chain of library calls and full reductions up to it
+    library: bool = False
+    inner: bool = True  # reduces rows or nothing, so it can share a kernel with elementwise nodes
     inlined: frozenset[fx.Node] = frozenset()  # elementwise nodes computed in it
     flops: int = 0
     extra_bytes: int = 0  # beyond reading inputs and writing outputs once
@@ -96,44 +159,46 @@ Group = Sequence[_Op]  # nodes that share a kernel
 Reused = Callable[[Group, set[int]], set[int]]
 
 
-@dataclass(slots=True)
 class _Walk:
-    """One pass over a graph: see [Note: fusion]."""
+    """One pass over a graph: see [Note: fusion]. Buffers, values in memory, have numbers."""
 
-    graph: fx.Graph
-    fused: bool
-    buffers: list[_Buffer] = field(default_factory=list)
-    done: list[_Op] = field(default_factory=list)
-    of: dict[fx.Node, Reads] = field(default_factory=dict)  # buffers that reading a node reads
-    inlined: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # computed with it
-    inputs: dict[int, int] = field(default_factory=dict)  # buffer -> index of the placeholder
-    realized: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # -> its buffers
-
-    def __post_init__(self) -> None:
-        for node in self.graph.nodes:
-            if node.op == "placeholder" or node.op == "get_attr":
+    def __init__(self, graph: fx.Graph, fused: bool) -> None:
+        self.graph, self.fused = graph, fused
+        self.sizes: list[int] = []  # of buffers, bytes
+        self.levels: list[int] = []  # of buffers: see `_Op`
+        self.done: list[_Op] = []
+        self.of: dict[fx.Node, Reads] = {}  # buffers that reading a node reads
+        self.inlined: dict[fx.Node, frozenset[fx.Node]] = {}  # elementwise nodes computed with it
+        self.inputs: dict[int, int] = {}  # buffer -> index of the placeholder
+        self.realized: dict[fx.Node, tuple[int, ...]] = {}  # -> its buffers
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
                 buffer = self._buffer(bytes_of(tensors_of(node)), 0)
                 self.inputs[buffer] = len(self.inputs)
-                self.of[node] = {buffer: self.buffers[buffer].size_bytes}
+                self.of[node] = {buffer: self.sizes[buffer]}
             elif node.op == "call_function":
                 self._visit(node)
+        output = ops.returned(graph)
+        values = output if isinstance(output, (tuple, list)) else (output,)
+        self.results = [self.of[v] if isinstance(v, fx.Node) else {} for v in values]
+        self.kept = {buffer for reads in self.results for buffer in reads}
 
     def _buffer(self, size_bytes: int, level: int) -> int:
-        self.buffers.append(_Buffer(size_bytes, level))
-        return len(self.buffers) - 1
+        self.sizes.append(size_bytes)
+        self.levels.append(level)
+        return len(self.sizes) - 1
 
     def _visit(self, node: fx.Node) -> None:
-        reads: Reads = {}
-        for source in node.all_input_nodes:
-            for buffer, size in self.of[source].items():
-                reads[buffer] = max(size, reads.get(buffer, 0))
+        reads = _joined(self.of[source] for source in node.all_input_nodes)
+        inlined = frozenset[fx.Node]().union(
+            *(self.inlined.get(source, ()) for source in node.all_input_nodes)
+        )
         if node.target is operator.getitem:
-            self.of[node] = self._item(node)
-            self.inlined[node] = self._inlined_by(node)
+            self.of[node], self.inlined[node] = self._item(node), inlined
         elif is_view(node):
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
-            self.inlined[node] = self._inlined_by(node)
+            self.inlined[node] = inlined
         elif is_called(node):
             self._realize(
                 node,
@@ -144,40 +209,28 @@ class _Walk:
                 inside_bytes=workspace_bytes(node),
             )
         elif scatters(node):
-            extra = 2 * scattered_bytes(node)
-            self._realize(node, reads, library=True, extra_bytes=extra)
+            self._realize(node, reads, library=True, extra_bytes=2 * scattered_bytes(node))
         else:
-            self._elementwise(node, reads)
+            size, inlined = bytes_of(tensors_of(node)), inlined | {node}
+            if name_of(node) in INDEXED:
+                reads = {buffer: min(read, size) for buffer, read in reads.items()}
+            reduces = name_of(node) in REDUCTIONS
+            if reduces or not self.fused or self._must_realize(node, reads):
+                self._realize(node, reads, inner=not reduces_columns(node), inlined=inlined)
+            else:
+                self.of[node], self.inlined[node] = reads, inlined
 
     def _item(self, node: fx.Node) -> Reads:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
-        made = self.realized.get(source)
-        if made is None:  # computed in its readers
+        if source not in self.realized:  # computed in its readers
             return self.of[source]
         values = source.meta["val"]
         if not isinstance(values[index], torch.Tensor):  # an unneeded gradient is None
             return {}
-        buffer = made[sum(isinstance(value, torch.Tensor) for value in values[:index])]
-        return {buffer: self.buffers[buffer].size_bytes}
-
-    def _elementwise(self, node: fx.Node, reads: Reads) -> None:
-        size = bytes_of(tensors_of(node))
-        inlined = self._inlined_by(node) | {node}
-        reduces = name_of(node) in REDUCTIONS
-        if name_of(node) in INDEXED:
-            reads = {buffer: min(read, size) for buffer, read in reads.items()}
-        if reduces or not self.fused or self._must_realize(node, reads):
-            inner = not reduces_columns(node)
-            self._realize(node, reads, library=False, inner=inner, inlined=inlined)
-        else:
-            self.of[node] = reads
-            self.inlined[node] = inlined
-
-    def _inlined_by(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The elementwise nodes that every reader of a node's inputs computes."""
-        each = (self.inlined.get(source, frozenset()) for source in node.all_input_nodes)
-        return frozenset().union(*each)
+        position = sum(isinstance(value, torch.Tensor) for value in values[:index])
+        buffer = self.realized[source][position]
+        return {buffer: self.sizes[buffer]}
 
     def _must_realize(self, node: fx.Node, reads: Reads) -> bool:
         users = list(readers_of(node))
@@ -185,52 +238,30 @@ class _Walk:
             return True
         return len(users) > 1 and len(reads) > _MANY_READS
 
-    def _realize(
-        self,
-        node: fx.Node,
-        reads: Reads,
-        *,
-        library: bool,
-        inner: bool = True,
-        inlined: frozenset[fx.Node] = frozenset(),
-        flops: int = 0,
-        extra_bytes: int = 0,
-        inside_bytes: int = 0,
-    ) -> None:
-        level = max((self.buffers[b].level for b in reads), default=0) + (1 if library else 0)
+    def _realize(self, node: fx.Node, reads: Reads, *, library: bool = False, **of: Any) -> None:
+        level = max((self.levels[b] for b in reads), default=0) + library
         sizes = [bytes_of([t]) for t in tensors_of(node)]
-        behind = level + 1 if reduces_to_one(node) else level
-        writes = tuple(self._buffer(size, behind) for size in sizes)
+        writes = tuple(self._buffer(size, level + reduces_to_one(node)) for size in sizes)
         self.of[node] = dict(zip(writes, sizes, strict=True))
         self.realized[node] = writes
-        amounts = (flops, extra_bytes, inside_bytes)
-        self.done.append(_Op(node, reads, writes, library, level, inner, inlined, *amounts))
+        self.done.append(_Op(node, reads, writes, level, library, **of))
 
     # The results.
 
     def kernels(self) -> Iterator[Kernel]:
         """The kernels: one per library call, and one per group of other nodes."""
-        readers: dict[int, set[int]] = {}  # buffer -> kernels that read it
         groups = self._groups()
-        for k, group in enumerate(groups):
-            for op in group:
-                for buffer in op.reads:
-                    readers.setdefault(buffer, set()).add(k)
-        kept = {b for read in self._returned_reads() for b in read}
-        for k, group in enumerate(groups):
+        readers = Counter(b for group in groups for b in {b for op in group for b in op.reads})
+        for group in groups:
             made = {buffer for op in group for buffer in op.writes}
-            reads: Reads = {}
-            for op in group:
-                for buffer, size in op.reads.items():
-                    reads[buffer] = max(size, reads.get(buffer, 0))
+            reads = _joined(op.reads for op in group)
             moved = sum(size for buffer, size in reads.items() if buffer not in made)
             moved += sum(
-                self.buffers[b].size_bytes
+                self.sizes[b]
                 for b in made
-                if b in kept or group[0].library or readers.get(b, set()) - {k}
+                if b in self.kept or group[0].library or readers[b] > (b in reads)
             )
-            moved += sum(op.extra_bytes for op in group)
-            yield self._kernel(group, moved)
+            yield self._kernel(group, moved + sum(op.extra_bytes for op in group))
 
     def _kernel(self, group: Group, moved: int) -> Kernel:
         last = group[-1]
@@ -265,20 +296,15 @@ class _Walk:
             near.update({b: home for b in (*op.reads, *op.writes)})
         return [group for group in groups if group]
 
-    def _returned_reads(self) -> list[Reads]:
-        found = ops.returned(self.graph)
-        values = found if isinstance(found, (tuple, list)) else (found,)
-        return [self.of[v] if isinstance(v, fx.Node) else {} for v in values]
-
     def returned(self) -> Iterator[Returned | None]:
-        for reads in self._returned_reads():
+        """The memory of each result; None if it is no tensor."""
+        for reads in self.results:
             if not reads:
                 yield None
                 continue
-            buffer = max(reads, key=lambda b: self.buffers[b].size_bytes)
-            known = self.inputs.get(buffer)
-            memory = buffer if known is None else -1 - known
-            yield Returned(memory, self.buffers[buffer].size_bytes)
+            buffer = max(reads, key=self.sizes.__getitem__)
+            memory = -1 - self.inputs[buffer] if buffer in self.inputs else buffer
+            yield Returned(memory, self.sizes[buffer])
 
     def peak_bytes(self) -> int:
         """Peak memory of realized values, the larger of program order and fused order.
@@ -303,9 +329,8 @@ class _Walk:
             inner: values used only inside a kernel take no memory.
         """
         used = [{b for op in group for b in (*op.reads, *op.writes)} for group in groups]
-        returned = {b for reads in self._returned_reads() for b in reads}
         live = peak = 0
-        for group, ending in zip(groups, endings([*used, returned]), strict=False):
+        for group, ending in zip(groups, endings([*used, self.kept]), strict=False):
             written = {b for op in group for b in op.writes}
             dying = ending - self.inputs.keys()
             if inner and not group[0].library:
@@ -317,28 +342,24 @@ class _Walk:
         return peak
 
     def _size(self, buffers: Iterable[int]) -> int:
-        return sum(self.buffers[b].size_bytes for b in buffers)
+        return sum(self.sizes[b] for b in buffers)
 
     def _in_order(self, groups: Sequence[Group]) -> list[Group]:
         """Groups in the order of their first node, each after the writers of its inputs."""
         first = {id(op): i for i, op in enumerate(self.done)}
         waiting = sorted(groups, key=lambda group: first[id(group[0])], reverse=True)
         writer = {b: group for group in groups for op in group for b in op.writes}
-        found: list[Group] = []
+        found: dict[int, Group] = {}
         begun: set[int] = set()
-        ended: set[int] = set()
         while waiting:
             group = waiting[-1]
             if id(group) not in begun:
                 begun.add(id(group))
                 needs = [writer[b] for op in group for b in op.reads if b in writer]
                 waiting += [need for need in needs if id(need) not in begun]
-                continue
-            waiting.pop()
-            if id(group) not in ended:
-                ended.add(id(group))
-                found.append(group)
-        return found
+            else:
+                found.setdefault(id(group), waiting.pop())
+        return list(found.values())
 
     def _reused(self, group: Group, dying: set[int]) -> set[int]:
         """The buffers that a kernel reads last and writes into: for each output of a node, an input
@@ -349,9 +370,9 @@ class _Walk:
         reused: set[int] = set()
         for op in group:
             alone = [b for b in op.reads if readers[b] == 1 and b in dying]
-            for size in (self.buffers[b].size_bytes for b in op.writes):
-                fits = (b for b in alone if self.buffers[b].size_bytes == size)
-                reused.update(next(([b] for b in fits if b not in reused), []))
+            for size in (self.sizes[b] for b in op.writes):
+                fits = [b for b in alone if self.sizes[b] == size and b not in reused]
+                reused.update(fits[:1])
         return reused
 
 

@@ -32,9 +32,7 @@ class Hardware:
     matmul32_tflop_s: float = 1.0  # a large fp32 matrix product, under torch's TF32 setting
     matmul8_tflop_s: float | None = None  # a large fp8 matrix product; None: no fp8 kernels
     sustained: float = 1.0  # share of the matmul rates that a model's products sustain
-    attention_share: float = (
-        0.7  # share of the matmul rate that attention reaches with long sequences
-    )
+    attention_share: float = 0.7  # of the matmul rate, that attention reaches with long sequences
     copy_s: float = 0.0  # per copy, regardless of its size
     host_memory_gb_s: float = math.inf  # host memory, shared by copies and the CPU
     update_gb_s: float = math.inf  # bytes read plus written by the optimizer's update on the CPU
@@ -47,12 +45,8 @@ class Hardware:
     disk_write_both_gb_s: float | None = None
     interconnect_gb_s: float = math.inf  # that one rank receives in a collective
     collective_s: float = 0.0  # per collective, regardless of its size
-    gathers_over_pcie: float = (
-        0.0  # 1.0: collectives use the link to the host in both directions; else 0.0
-    )
-    network_gb_s: float | None = (
-        None  # that one rank receives in sums over replicas; see `replicas_gb_s`
-    )
+    gathers_over_pcie: float = 0.0  # 1.0: collectives use the link to the host, in both directions
+    network_gb_s: float | None = None  # that one rank receives in sums over replicas
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -115,27 +109,27 @@ class Hardware:
     def shared_by(self, ranks: int) -> Hardware:
         """One rank's share of a host with several: its own GPU, and equal parts of the host's
         memory, page-lock limit, bandwidth, update rate and disk."""
-        if ranks == 1:
-            return self
-        changes: dict[str, Any] = {
-            name: getattr(self, name) / ranks for name in ("host_memory_gb_s", "update_gb_s")
-        }
-        for name in ("host_bytes", "locked_bytes"):
-            if (size := getattr(self, name)) is not None:
-                changes[name] = size // ranks
-        return replace(self.disk_shared_by(ranks), **changes)
+        return self._divided(ranks, "host_memory_gb_s", "update_gb_s", *DISK_RATES, *_HOST_BYTES)
 
     def disk_shared_by(self, ranks: int) -> Hardware:
         """The same machine with one rank's share of a disk that several use at once."""
-        rates = {name: getattr(self, name) for name in DISK_RATES}
-        known = {name: rate / ranks for name, rate in rates.items() if rate is not None}
-        return replace(self, **known)
+        return self._divided(ranks, *DISK_RATES)
+
+    def _divided(self, ranks: int, *names: str) -> Hardware:
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return replace(
+            self,
+            **{n: v // ranks if n in _HOST_BYTES else v / ranks for n, v in known.items()},
+        )
 
 
+# Fields of `Hardware`.
+_HOST_BYTES = ("host_bytes", "locked_bytes")
+_COPIES = ("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s")
 DISK_RATES = (
     *("disk_read_gb_s", "disk_write_gb_s"),
     *("disk_read_both_gb_s", "disk_write_both_gb_s"),
-)  # fields of `Hardware`
+)
 
 
 def least(name: str) -> float:
@@ -169,53 +163,36 @@ the share of its sheet's rate that bf16 reached.
 
 # Machines by name: one that was measured, and the data sheets of others.
 
-_GIB = 2**30
 
-
-@dataclass(frozen=True, slots=True)
-class _Sheet:
-    """A data sheet, with a typical host of such a GPU."""
-
-    name: str
-    memory_bytes: int
-    memory_gb_s: float
-    bf16_tflop_s: float  # dense, fp32 accumulation
-    fp32_tflop_s: float
-    pcie_gb_s: float  # 16 lanes, per direction, after encoding
-    host_memory_gb_s: float
-    nvlink_gb_s: float | None = (
-        None  # per direction; None: collectives go over PCIe, through the host
-    )
-    fp8_tflop_s: float | None = None  # dense, fp32 accumulation; None: no fp8
-
-    def hardware(self) -> Hardware:
-        """Expected rates: the sheet's, times the share that the H200 reached of its sheet."""
-        link, both, product = 55.5 / 63.0, 50.8 / 63.0, 804.0 / 989.0
-        made = Hardware(
-            self.name,
-            h2d_gb_s=self.pcie_gb_s * link,
-            d2h_gb_s=self.pcie_gb_s * link,
-            h2d_both_gb_s=self.pcie_gb_s * both,
-            d2h_both_gb_s=self.pcie_gb_s * both,
-            matmul_tflop_s=self.bf16_tflop_s * product,
-            memory_gb_s=self.memory_gb_s * 4300.0 / 4800.0,
-            launch_s=H200.launch_s,
-            matmul32_tflop_s=self.fp32_tflop_s * 52.0 / 67.0,
-            matmul8_tflop_s=None if self.fp8_tflop_s is None else self.fp8_tflop_s * product,
-            sustained=H200.sustained,
-            attention_share=H200.attention_share,
-            copy_s=H200.copy_s,
-            host_memory_gb_s=self.host_memory_gb_s,
-            update_gb_s=self.host_memory_gb_s * 125.0 / 150.0,
-            device_bytes=self.memory_bytes,
-        )
-        return made.with_interconnect(self._interconnect_gb_s())
-
-    def _interconnect_gb_s(self) -> float:
-        """Bandwidth of a collective, with the H200's share of NVLink (450 GB/s per direction)."""
-        if self.nvlink_gb_s is not None:
-            return self.nvlink_gb_s * H200.interconnect_gb_s / 450.0
-        return self.pcie_gb_s * 50.8 / 63.0 / 2
+def _of_sheet(
+    name: str,
+    device_bytes: int,
+    memory_gb_s: float,
+    bf16_tflop_s: float,  # dense, fp32 accumulation
+    fp32_tflop_s: float,
+    pcie_gb_s: float,  # 16 lanes, per direction, after encoding
+    host_memory_gb_s: float,  # of a typical host
+    *,
+    nvlink_gb_s: float | None = None,  # per direction; None: collectives go over PCIe and the host
+    fp8_tflop_s: float | None = None,  # dense, fp32 accumulation; None: no fp8
+) -> Hardware:
+    """Expected rates: the sheet's, times the share that the H200 reached of its sheet."""
+    link, both, product = pcie_gb_s / 63.0 * 55.5, pcie_gb_s / 63.0 * 50.8, 804.0 / 989.0
+    gather = both / 2 if nvlink_gb_s is None else nvlink_gb_s * H200.interconnect_gb_s / 450.0
+    return H200.replace(
+        name=name,
+        h2d_gb_s=link,
+        d2h_gb_s=link,
+        h2d_both_gb_s=both,
+        d2h_both_gb_s=both,
+        matmul_tflop_s=bf16_tflop_s * product,
+        memory_gb_s=memory_gb_s * 4300.0 / 4800.0,
+        matmul32_tflop_s=fp32_tflop_s * 52.0 / 67.0,
+        matmul8_tflop_s=None if fp8_tflop_s is None else fp8_tflop_s * product,
+        host_memory_gb_s=host_memory_gb_s,
+        update_gb_s=host_memory_gb_s * 125.0 / 150.0,
+        device_bytes=device_bytes,
+    ).with_interconnect(gather)
 
 
 # Not measured. NVIDIA's data sheets: H100 SXM5 (989 TFLOP/s dense bf16, 3.35 TB/s), A100 SXM4 80 GB
@@ -225,24 +202,30 @@ class _Sheet:
 # 16 lanes, 4.0 half of that; NVLink has 450 GB/s per direction on the H100 and 300 on the A100.
 # Hosts: a server like the H200's; two channels of DDR5-5600 (90 GB/s) and DDR4-3200 (51 GB/s) at 80
 # %. Memory is the size that torch reports, slightly below the sheet's.
-_SHEETS = {
-    "h100": _Sheet("NVIDIA H100 SXM", 79 * _GIB, 3350.0, 989.0, 67.0, 63.0, 150.0, 450.0, 1979.0),
-    "a100": _Sheet("NVIDIA A100 SXM 80GB", 79 * _GIB, 2039.0, 312.0, 19.5, 31.5, 120.0, 300.0),
-    "4090": _Sheet(
+_GPUS = {
+    "h200": H200,
+    "h100": _of_sheet(
+        *("NVIDIA H100 SXM", 79 * 2**30, 3350.0, 989.0, 67.0, 63.0, 150.0),
+        nvlink_gb_s=450.0,
+        fp8_tflop_s=1979.0,
+    ),
+    "a100": _of_sheet(
+        *("NVIDIA A100 SXM 80GB", 79 * 2**30, 2039.0, 312.0, 19.5, 31.5, 120.0),
+        nvlink_gb_s=300.0,
+    ),
+    "4090": _of_sheet(
         *("NVIDIA GeForce RTX 4090", 24080 * 2**20, 1008.0, 165.2, 82.6, 31.5, 72.0),
         fp8_tflop_s=330.3,
     ),
-    "3090": _Sheet("NVIDIA GeForce RTX 3090", 24080 * 2**20, 936.0, 71.2, 35.6, 31.5, 41.0),
-    "3080": _Sheet("NVIDIA GeForce RTX 3080", 9980 * 2**20, 760.0, 59.5, 29.8, 31.5, 41.0),
+    "3090": _of_sheet("NVIDIA GeForce RTX 3090", 24080 * 2**20, 936.0, 71.2, 35.6, 31.5, 41.0),
+    "3080": _of_sheet("NVIDIA GeForce RTX 3080", 9980 * 2**20, 760.0, 59.5, 29.8, 31.5, 41.0),
 }
-NAMES = ("h200", *_SHEETS, "this")
+NAMES = (*_GPUS, "this")
 
 
 def of_sheet(name: str) -> Hardware | None:
     """The machine of a name in `NAMES`; None for other names and for "this", which has no sheet."""
-    if name == "h200":
-        return H200
-    return _SHEETS[name].hardware() if name in _SHEETS else None
+    return _GPUS.get(name)
 
 
 # Copies if the system limits page-locked memory. A copy from or to pageable memory goes through a
@@ -252,7 +235,6 @@ def of_sheet(name: str) -> Hardware | None:
 
 SHORT = "page-locked memory: "  # prefix of `pageable_words`
 SHARE = 0.5  # of the rate of a copy from or to page-locked memory
-_COPIES = ("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s")
 
 
 def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:

@@ -10,7 +10,7 @@ The user is assumed to drop outputs that the backward does not need, as in `loss
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import fx
 
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
-from megacompile.cost.roofline import Returned
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.ops import Op, Part, Value
@@ -97,23 +96,10 @@ def device_memory(
         gradients_stay: gradients of resident buckets are always live.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
-    cost = optimizer or OptimizerCost(states=0)
-    replay = _Replay(fused, cost)
-    slots: dict[int, int] = {}
-    for schedule in each:
-        for slot in schedule.slots:
-            slots[slot.index] = max(slot.size_bytes, slots.get(slot.index, 0))
-    replay.live[MemoryKind.SLOTS] = sum(slots.values())
-    residents = {key for schedule in each for key in schedule.plan.resident}
-    replay.live[MemoryKind.PARAMETERS] += _resident_bytes(each, residents, cost)
-    replay.find_gradients(each, every=gradients_stay)
-    in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
-    replay.live[MemoryKind.STATES] += in_chunks
-    for schedule in each:
-        replay.defer_from_before(schedule)
+    replay = _Replay(fused, optimizer or OptimizerCost(states=0))
+    replay.begin(each, gradients_stay=gradients_stay)
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[MemoryKind.STATES] -= in_chunks
-    replay.in_chunks = in_chunks
+    replay.end_forwards()
     for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
             replay.backward(schedule, saved_values)
@@ -121,19 +107,6 @@ def device_memory(
         if schedule.update is not None:
             replay.update(schedule)
     return DeviceMemory(tuple(replay.moments), replay.live)
-
-
-def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: OptimizerCost) -> int:
-    """Memory of resident buckets; one that several schedules read counts once."""
-    largest = dict.fromkeys(keys, 0)
-    for schedule in schedules:
-        trained = schedule.gradient_params if schedule.backward is not None else {}
-        for bucket in schedule.buckets:
-            if bucket.key in largest:
-                params = trained.get(bucket.key, ())
-                size = cost.resident_bytes(bucket, params, gradients=False)
-                largest[bucket.key] = max(int(size), largest[bucket.key])
-    return sum(largest.values())
 
 
 def accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
@@ -153,33 +126,49 @@ class _Block:
 
     kind: MemoryKind
     size_bytes: int
-    owned: bool  # by the schedule; else it belongs to the user or to a slot
+    owned: bool = True  # by the schedule; else it belongs to the user or to a slot
     names: int = 0  # live values that share it
 
 
-@dataclass(slots=True)
 class _Replay:
     """The walk, with the live blocks."""
 
-    fused: bool
-    cost: OptimizerCost
-    live: dict[MemoryKind, int] = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
-    blocks: dict[fx.Node, _Block] = field(default_factory=dict)
-    moments: list[MemoryMoment] = field(default_factory=list)
-    before: dict[MemoryKind, int] = field(default_factory=dict)  # live until their deferred free
-    in_chunks: int = 0  # device memory that the next `help_host` allocates
-    kept: dict[int, int] = field(default_factory=dict)  # gradients of residents, by bucket
+    def __init__(self, fused: bool, cost: OptimizerCost) -> None:
+        self.fused, self.cost = fused, cost
+        self.live = dict.fromkeys(MemoryKind, 0)
+        self.blocks: dict[fx.Node, _Block] = {}
+        self.moments: list[MemoryMoment] = []
+        self.before: dict[MemoryKind, int] = {}  # live until their deferred free
+        self.in_chunks = 0  # device memory that the next `help_host` allocates
+        self.kept: dict[int, int] = {}  # gradients of residents, by bucket
 
-    def find_gradients(self, schedules: Sequence[Schedule], *, every: bool) -> None:
-        """Count gradients of resident buckets that a backward adds to as live before it.
-
-        Args:
-            every: also gradients that a backward creates.
-        """
+    def begin(self, schedules: Sequence[Schedule], *, gradients_stay: bool) -> None:
+        """Count the memory that is live before the first forward; a slot or a resident bucket that
+        several schedules read counts once."""
+        slots: dict[int, int] = {}
+        resident: dict[int, int] = {}
+        keys = {key for schedule in schedules for key in schedule.plan.resident}
         for schedule in schedules:
-            for bucket in accumulated(schedule, reads=not every):
+            for slot in schedule.slots:
+                slots[slot.index] = max(slot.size_bytes, slots.get(slot.index, 0))
+            trained = schedule.gradient_params if schedule.backward is not None else {}
+            for bucket in schedule.buckets:
+                if bucket.key in keys:
+                    params = trained.get(bucket.key, ())
+                    size = int(self.cost.resident_bytes(bucket, params, gradients=False))
+                    resident[bucket.key] = max(size, resident.get(bucket.key, 0))
+            for bucket in accumulated(schedule, reads=not gradients_stay):
                 if bucket.key in schedule.plan.resident:
                     self._keep(schedule, bucket)
+            self._defer_from_before(schedule)
+        self.live[MemoryKind.SLOTS] = sum(slots.values())
+        self.live[MemoryKind.PARAMETERS] = sum(resident.values())
+        self.in_chunks = max((chunks_bytes(each, self.cost) for each in schedules), default=0)
+        self.live[MemoryKind.STATES] += self.in_chunks
+
+    def end_forwards(self) -> None:
+        """Free the chunks of the last step's updates; `help_host` allocates them again."""
+        self.live[MemoryKind.STATES] -= self.in_chunks
 
     def _keep(self, schedule: Schedule, bucket: Bucket) -> int:
         """Count gradients of a resident bucket as live from now on; returns the new bytes."""
@@ -191,7 +180,7 @@ class _Replay:
         self.live[MemoryKind.GRADIENTS] += more
         return more
 
-    def defer_from_before(self, schedule: Schedule) -> None:
+    def _defer_from_before(self, schedule: Schedule) -> None:
         """Add the memory whose free the previous step deferred."""
         for name, graph in schedule.graphs.items():
             for node in ops.nodes_that(graph, lambda op: op.frees is not None and not op.waits):
@@ -228,22 +217,17 @@ class _Replay:
         assert schedule.backward is not None
         waiting = elsewhere(schedule.forward)
         for node in schedule.backward.find_nodes(op="placeholder"):
-            if node.name in waiting:
-                continue
             if node.name in saved_values:
                 self.blocks[node] = saved_values[node.name]
-            else:
-                size = value_bytes(node)
-                self._name(node, _Block(MemoryKind.GRADIENTS, size, owned=True))
-                self.live[MemoryKind.GRADIENTS] += size
+            elif node.name not in waiting:
+                self._name(node, _Block(MemoryKind.GRADIENTS, value_bytes(node)))
         self._walk("backward", schedule)
 
     def update(self, schedule: Schedule) -> None:
         """Walk an update of the values that its backward left, all of whose frees are deferred."""
         assert schedule.update is not None
         for node, source in left_by_backward(schedule).items():
-            self.blocks[source].names = 0  # the backward's names are gone
-            self._name(node, self.blocks[source])
+            self.blocks[node] = self.blocks[source]
         for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
             self.live[MemoryKind.STATES] += self._copy_bytes(schedule, node)
         self._walk("update", schedule)
@@ -296,37 +280,22 @@ class _Replay:
         if not analysis.kernels:
             peak = sum(value_bytes(item) for _, item in ops.items(node))
         self._moment(name, node, peak)
-        blocks: dict[Any, _Block] = {}
+        shared: dict[int, _Block] = {}  # by the memory of results
         for k, item in ops.items(node):
-            block = self._block_of(node, k, item, analysis.returned, blocks)
-            if block.names == 0 and block.owned:
-                self.live[block.kind] += block.size_bytes
+            kind = _kind_of(node, stage, k)
+            places = (at for at in _places(node, stage, k) if at < len(analysis.returned))
+            each = [analysis.returned[at] for at in places]
+            if len(each) > 1:  # a bundle, which has its own memory
+                sizes = {one.memory: one.size_bytes for one in each if one is not None}
+                block = _Block(kind, sum(sizes.values()))
+            elif not each or each[0] is None:
+                block = _Block(kind, value_bytes(item))
+            elif each[0].memory < 0:
+                block = self._input_block(node, stage, -1 - each[0].memory)
+            else:
+                new = _Block(kind, each[0].size_bytes)
+                block = shared.setdefault(each[0].memory, new)
             self._name(item, block)
-
-    def _block_of(
-        self,
-        call: fx.Node,
-        k: int,
-        item: fx.Node,
-        returned: Sequence[Returned | None],
-        blocks: dict[Any, _Block],
-    ) -> _Block:
-        stage: Stage = ops.arguments(call)[0]
-        kind = _kind_of(call, stage, k)
-        key: Any = k
-        each = [returned[place] for place in _places(call, stage, k) if place < len(returned)]
-        if len(each) > 1:  # a bundle, which has its own memory
-            sizes = {one.memory: one.size_bytes for one in each if one is not None}
-            return _Block(kind, sum(sizes.values()), owned=True)
-        found = each[0] if each else None
-        if found is not None:
-            if found.memory < 0:
-                return self._input_block(call, stage, -1 - found.memory)
-            key = ("memory", found.memory)
-        if key not in blocks:
-            size = value_bytes(item) if found is None else found.size_bytes
-            blocks[key] = _Block(kind, size, owned=True)
-        return blocks[key]
 
     def _input_block(self, call: fx.Node, stage: Stage, position: int) -> _Block:
         """The block of an input that a stage returns."""
@@ -344,8 +313,7 @@ class _Replay:
         place = memory(node)
         if place is node or place not in self.blocks:
             kind = _KINDS.get(ops.effects(node).gives, MemoryKind.GRADIENTS)
-            block = _Block(kind, value_bytes(node), owned=True)
-            self.live[kind] += block.size_bytes
+            block = _Block(kind, value_bytes(node))
         else:  # it owns the part beyond the buffer that it fills
             block = self.blocks[place]
             more = max(0, value_bytes(node) - block.size_bytes)
@@ -355,6 +323,8 @@ class _Replay:
         self._moment(name, node, 0)
 
     def _name(self, node: fx.Node, block: _Block) -> None:
+        if block.names == 0 and block.owned:
+            self.live[block.kind] += block.size_bytes
         block.names += 1
         self.blocks[node] = block
 

@@ -7,46 +7,33 @@ is cached with the graph, so that many schedules of one model can be simulated q
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from megacompile.cost.aten import bytes_of, tensors_of
-from megacompile.cost.fusion import analyse
+from megacompile.cost.aten import bytes_of, is_grouped, is_view, name_of, tensors_of
+from megacompile.cost.fusion import Analysis, Kernel, KernelBound, Returned, analyse
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.roofline import Analysis, Kernel, KernelBound, KernelWork, Returned
 from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
 from megacompile.ir.liveness import endings
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Code, Template
+from megacompile.ir.stages import Code, ParamRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
-
-_EMPTY = Analysis((), 0, ())
 
 
 def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analysis:
     """The analysis of a template's code, cached with its graph."""
     module = template.graphs.get(code)
     if module is None:
-        return _EMPTY
+        return Analysis((), 0, ())
     kept: dict[bool, tuple[fx.Graph, Analysis]] = module.meta.setdefault("megacompile_cost", {})
     found = kept.get(fused)
     if found is None or found[0] is not module.graph:  # copies of a module share `meta`
         count = analyse_pieces if pieces_of(module.graph) else analyse
         found = kept[fused] = module.graph, count(module.graph, fused=fused)
     return found[1]
-
-
-def work_of(template: Template, code: Code, *, fused: bool = True) -> KernelWork:
-    """Operations, bytes and kernels of a template's code."""
-    return analysis_of(template, code, fused=fused).work
-
-
-def compute_s(template: Template, code: Code, hardware: Hardware, *, fused: bool = True) -> float:
-    """Seconds that a template's code takes alone."""
-    return analysis_of(template, code, fused=fused).seconds(hardware)
 
 
 def copies_of(node: fx.Node) -> int:
@@ -59,7 +46,8 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
     """Seconds that a compute node takes alone."""
     op = ops.effects(node)
     if op.code is not None:
-        return compute_s(ops.arguments(node)[0].traced, ops.code_of(node), hardware, fused=fused)
+        template = ops.arguments(node)[0].traced
+        return analysis_of(template, ops.code_of(node), fused=fused).seconds(hardware)
     if op.traffic is None:
         return 0.0
     return op.traffic(node) / (hardware.memory_gb_s * 1e9) + hardware.launch_s
@@ -76,7 +64,8 @@ def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) ->
                 runs[ops.arguments(node)[0].traced, ops.code_of(node)] += 1
             elif schedule.update is None:
                 others_s += node_s(node, hardware, fused=fused)
-    return others_s + sum(n * compute_s(*run, hardware, fused=fused) for run, n in runs.items())
+    each = ((analysis_of(*run, fused=fused), count) for run, count in runs.items())
+    return others_s + sum(count * analysis.seconds(hardware) for analysis, count in each)
 
 
 # Graphs of pieces: the kernels of the pieces, tile by tile, and their memory. A tile's results are
@@ -160,3 +149,66 @@ def _returned(graph: fx.Graph) -> Iterator[Returned | None]:
             continue
         memory = -1 - inputs[node] if node in inputs else k
         yield Returned(memory, bytes_of(tensors_of(node)))
+
+
+# A model's active parameters per token, without the experts that the token does not choose. A
+# grouped product multiplies each row by its expert's matrix: (rows, k) by (experts, k, n). So does
+# a gather of a matrix for each row, `weight[expert_ids]`. Of such a parameter, the share rows /
+# (tokens * experts) is active. Every other parameter counts fully, as in the usual 6 N T.
+
+_CASTS = set("convert_element_type _to_copy clone".split())
+_GATHERS = set("index index_select".split())
+_LEAST_DIMENSIONS = 3  # of a parameter that holds one matrix per expert
+
+
+def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: int) -> int:
+    """The number of a model's parameters that are active for a token.
+
+    Args:
+        schedules: of all its captured graphs.
+        parameters: number of all parameters.
+        tokens: per step.
+    """
+    shares: dict[tuple[int, int], tuple[int, float]] = {}  # (bucket, index) -> elements, share
+    for schedule in schedules:
+        for stage in schedule.stages:
+            for ref, rows in _expert_reads(stage):
+                bucket = stage.buckets[ref.bucket]
+                param = bucket.params[ref.param]
+                place = bucket.key, ref.param
+                share = rows / (tokens * param.shape[0]) + shares.get(place, (0, 0.0))[1]
+                shares[place] = param.numel, min(1.0, share)
+    return parameters - round(sum(numel * (1.0 - share) for numel, share in shares.values()))
+
+
+def _expert_reads(stage: Stage) -> Iterator[tuple[ParamRef, int]]:
+    """The expert parameters that a stage reads, each with the number of rows."""
+    graphs = stage.traced.graphs
+    module = graphs.get(Code.FORWARD) or graphs.get(Code.FORWARD_SAVING)
+    if module is None:
+        return
+    refs = dict(zip(module.graph.find_nodes(op="placeholder"), stage.primals, strict=False))
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_grouped(node):
+            rows, weight = node.args[:2]
+        elif name_of(node) in _GATHERS:
+            rows, weight = node, node.args[0]
+        else:
+            continue
+        if not isinstance(rows, fx.Node) or not isinstance(weight, fx.Node):
+            continue
+        ref = refs.get(_source(weight))
+        if isinstance(ref, ParamRef) and tensors_of(weight)[0].dim() >= _LEAST_DIMENSIONS:
+            yield ref, int(tensors_of(rows)[0].shape[0])
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value that views and casts start from."""
+    while node.op == "call_function" and (is_view(node) or name_of(node) in _CASTS):
+        before = node.args[0]
+        if not isinstance(before, fx.Node):
+            break
+        node = before
+    return node

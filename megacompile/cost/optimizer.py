@@ -58,26 +58,24 @@ class OptimizerCost:
             states: per parameter. Default: the optimizer's, or 2.
             on_gpu: the model computes on a GPU. Default: according to the options' device.
         """
+        optimizer, dtype = options.optimizer, options.state_dtype
         if states is None:
-            states = _states_of(options.optimizer)
-        dtype = options.state_dtype
-        state_bytes = None
-        if dtype == "int8":
-            state_bytes = EIGHT_BITS
-        elif isinstance(dtype, torch.dtype):
-            state_bytes = float(dtype.itemsize)
-        slow = _EIGHT_BITS_S if dtype == "int8" and states else 0.0
-        slow = max(slow, _STOCHASTIC_S if options.stochastic_rounding else 0.0)
-        in_backward = options.optimizer is not None
+            rule, states = None if optimizer is None else rule_of(optimizer), 2
+            if optimizer is not None and rule is not None:  # of the group with the most
+                states = max(len(rule.state_names(group)) for group in optimizer.param_groups)
+        slow_s = _EIGHT_BITS_S if dtype == "int8" and states else 0.0
+        if options.stochastic_rounding:
+            slow_s = max(slow_s, _STOCHASTIC_S)
+        state_bytes = float(dtype.itemsize) if isinstance(dtype, torch.dtype) else None
+        on_gpu = options.device.type == "cuda" if on_gpu is None else on_gpu
         return OptimizerCost(
             states=states,
-            state_bytes=state_bytes,
+            state_bytes=EIGHT_BITS if dtype == "int8" else state_bytes,
             master_bytes=None if options.compute_dtype is None else 4.0,
             grad_bytes=None if options.grad_dtype is None else float(options.grad_dtype.itemsize),
-            in_backward=in_backward,
-            arithmetic_s=0.0 if in_backward else slow,
-            helped=options.device_helps
-            and (options.device.type == "cuda" if on_gpu is None else on_gpu),
+            in_backward=optimizer is not None,
+            arithmetic_s=slow_s if optimizer is None else 0.0,
+            helped=options.device_helps and on_gpu,
         )
 
     def master_of(self, item_bytes: int) -> float:
@@ -121,14 +119,6 @@ class OptimizerCost:
         return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
 
 
-def _states_of(optimizer: torch.optim.Optimizer | None) -> int:
-    """States per parameter, of the group with the most."""
-    rule = None if optimizer is None else rule_of(optimizer)
-    if optimizer is None or rule is None:
-        return 2
-    return max(len(rule.state_names(group)) for group in optimizer.param_groups)
-
-
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
     """The update of one bucket."""
@@ -137,9 +127,7 @@ class UpdateCost:
     numel: int
     size_bytes: float  # read plus written
     grad_bytes: float  # the gradient's part of that
-    helped_bytes: (
-        float  # over the link in chunks, twice its busier direction; 0: the device cannot help
-    )
+    helped_bytes: float  # in chunks, twice the link's busier direction; 0: the device cannot help
     arithmetic_s: float  # on the host, if it may exceed the memory time
 
 

@@ -32,24 +32,14 @@ def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], 
     return mirrored(bucket, items)[1]
 
 
-def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> list[int]:
-    """Bytes of a rank's buffers for one optimizer state of a bucket.
-
-    Args:
-        bucket: unsharded.
-        trained: indices of the parameters that get a gradient.
-    """
-    if not cost.states or not (indices := list(trained)):
-        return []
+def _state_bytes(bucket: Bucket, trained: Sequence[int], cost: OptimizerCost) -> int:
+    """Bytes of a rank's buffers for one optimizer state of a bucket."""
     mine = largest_shard(bucket)
     if cost.state_bytes != EIGHT_BITS:
-        return [flat_bytes(mine, indices, lambda item: cost.states_of(item) / cost.states)]
-    small = [i for i in indices if not quantizes(bucket.params[i].numel)]
-    codes = 0
-    for i in sorted(set(indices) - set(small)):
-        codes += _codes_bytes(mine.params[i].numel)
-    found = [codes, flat_bytes(mine, small, lambda item: _FLOAT32)]
-    return [size for size in found if size]
+        return flat_bytes(mine, trained, lambda item: cost.states_of(item) / cost.states)
+    small = [i for i in trained if not quantizes(bucket.params[i].numel)]
+    codes = sum(_codes_bytes(mine.params[i].numel) for i in {*trained}.difference(small))
+    return codes + flat_bytes(mine, small, lambda item: _FLOAT32)
 
 
 def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> int:
@@ -65,11 +55,11 @@ def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) ->
     for i in trained if cost.states else ():
         param = mine.params[i]
         if cost.state_bytes != EIGHT_BITS:
-            each = math.ceil(param.numel * cost.states_of(param.dtype.itemsize) / cost.states)
+            each = param.numel * cost.states_of(param.dtype.itemsize) / cost.states
         elif quantizes(bucket.params[i].numel):
             each = _codes_bytes(param.numel)
         else:
-            each = math.ceil(param.numel * _FLOAT32)
+            each = param.numel * _FLOAT32
         size += cost.states * whole_pages(each)
     return size
 
@@ -79,7 +69,7 @@ def stored_weights_bytes(bucket: Bucket) -> int:
     return whole_pages(bucket.size_bytes)
 
 
-def whole_pages(size_bytes: int) -> int:
+def whole_pages(size_bytes: float) -> int:
     """Size rounded up to whole pages of a disk."""
     return _rounded(size_bytes, _PAGE)
 
@@ -91,6 +81,18 @@ def _codes_bytes(numel: int) -> int:
 
 def _rounded(size: float, unit: int) -> int:
     return -(-math.ceil(size) // unit) * unit
+
+
+def _read(schedules: Iterable[Schedule]) -> list[tuple[Bucket, list[int]]]:
+    """The buckets that schedules read, with the indices of parameters that get a gradient."""
+    buckets: dict[int, Bucket] = {}
+    trained: dict[int, set[int]] = {}
+    for schedule in schedules:
+        buckets |= {bucket.key: bucket for bucket in schedule.buckets}
+        if schedule.backward is not None:
+            for key, params in schedule.gradient_params.items():
+                trained.setdefault(key, set()).update(params)
+    return [(bucket, sorted(trained.get(key, ()))) for key, bucket in buckets.items()]
 
 
 def host_memory(
@@ -107,33 +109,28 @@ def host_memory(
             backward. Then only gradients that a backward adds to are counted as accumulated.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
-    buckets = {b.key: b for schedule in each for b in schedule.buckets}
-    trained: dict[int, set[int]] = {}
-    for schedule in each:
-        if schedule.backward is not None:
-            for key, params in schedule.gradient_params.items():
-                trained.setdefault(key, set()).update(params)
+    plans = [schedule.plan for schedule in each]
     kinds = (MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
     found = dict.fromkeys(kinds, 0)
     cost = optimizer or OptimizerCost(states=0)
-    resident = {key for schedule in each for key in schedule.plan.resident}
-    on_disk = {key for schedule in each for key in schedule.plan.on_disk}
-    read = {key for schedule in each for key in schedule.plan.weights_on_disk}
+    resident = {key for plan in plans for key in plan.resident}
+    on_disk = {key for plan in plans for key in plan.on_disk}
+    read = {key for plan in plans for key in plan.weights_on_disk}
     added_to = {b.key for one in each for b in accumulated(one, reads=for_step)}
     staged = weights = 0  # the largest bucket on a disk
-    for key, bucket in buckets.items():
+    for bucket, trained in _read(each):
+        key = bucket.key
         if key in resident:
             continue
-        sizes = streamed_bytes(bucket, trained.get(key, ()), cost, accumulates=key in added_to)
+        sizes = streamed_bytes(bucket, trained, cost, accumulates=key in added_to)
         if key in on_disk:
             sizes.pop(MemoryKind.STATES)
-            staged = max(staged, stored_bytes(bucket, trained.get(key, ()), cost))
+            staged = max(staged, stored_bytes(bucket, trained, cost))
         if key in read:
             sizes.pop(MemoryKind.PARAMETERS)
             weights = max(weights, stored_weights_bytes(bucket))
         for kind, size in sizes.items():
             found[kind] += size
-    plans = [schedule.plan for schedule in each]
     found[MemoryKind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
     sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
     found[MemoryKind.STAGED] += weights * max(sets, default=0)
@@ -145,7 +142,7 @@ def host_memory(
 
 
 def streamed_bytes(
-    bucket: Bucket, trained: Iterable[int], cost: OptimizerCost, *, accumulates: bool = False
+    bucket: Bucket, trained: Sequence[int], cost: OptimizerCost, *, accumulates: bool = False
 ) -> dict[MemoryKind, int]:
     """Host memory of a streamed bucket, by kind.
 
@@ -158,11 +155,10 @@ def streamed_bytes(
     masters = cost.master_bytes
     if masters is not None:
         found[MemoryKind.MASTERS] = flat_bytes(mine, range(len(mine.params)), lambda _: masters)
-    indices = list(trained)
-    found[MemoryKind.STATES] = cost.states * sum(state_bytes(bucket, indices, cost))
+    states = cost.states * _state_bytes(bucket, trained, cost) if cost.states else 0
     grad_of = cost.grad_of if accumulates else cost.kept_grad_of
-    found[MemoryKind.GRADIENTS] = flat_bytes(mine, indices, grad_of)
-    return found
+    gradients = flat_bytes(mine, trained, grad_of)
+    return {**found, MemoryKind.STATES: states, MemoryKind.GRADIENTS: gradients}
 
 
 def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
@@ -173,35 +169,33 @@ def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
     return [(ops.arguments(c)[0].index, value_bytes(c)) for c in copies]
 
 
-def stored_saved_bytes(schedule: Schedule) -> list[int]:
+def _stored_saved_bytes(schedule: Schedule) -> list[int]:
     """Sizes of the saved tensors that wait on a disk."""
     return [size for i, size in saved_elsewhere(schedule) if i in schedule.plan.saved_on_disk]
 
 
 def _passing_bytes(schedule: Schedule) -> int:
     """Bytes of the host buffers through which saved tensors go to the disk and back."""
-    return 2 * schedule.plan.saved_sets * max(stored_saved_bytes(schedule), default=0)
+    return 2 * schedule.plan.saved_sets * max(_stored_saved_bytes(schedule), default=0)
 
 
 def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> dict[MemoryKind, int]:
     """Disk space by kind between forward and backward."""
-    states: dict[int, int] = {}
-    weights: dict[int, int] = {}
-    for schedule in schedules:
-        for bucket in schedule.buckets:
-            if bucket.key in schedule.plan.on_disk:
-                trained = schedule.gradient_params.get(bucket.key, ())
-                states[bucket.key] = stored_bytes(bucket, trained, cost)
-            if bucket.key in schedule.plan.weights_on_disk:
-                weights[bucket.key] = stored_weights_bytes(bucket)
-    saved = sum(whole_pages(size) for each in schedules for size in stored_saved_bytes(each))
-    found = {MemoryKind.PARAMETERS: sum(weights.values()), MemoryKind.STATES: sum(states.values())}
-    found[MemoryKind.ACTIVATIONS] = saved
+    on_disk = {key for schedule in schedules for key in schedule.plan.on_disk}
+    stored = {key for schedule in schedules for key in schedule.plan.weights_on_disk}
+    read = _read(schedules)
+    found = {
+        MemoryKind.PARAMETERS: sum(stored_weights_bytes(b) for b, _ in read if b.key in stored),
+        MemoryKind.STATES: sum(stored_bytes(b, of, cost) for b, of in read if b.key in on_disk),
+        MemoryKind.ACTIVATIONS: sum(
+            whole_pages(size) for each in schedules for size in _stored_saved_bytes(each)
+        ),
+    }
     return {kind: size for kind, size in found.items() if size}
 
 
 def device_kinds(
-    moment: MemoryMoment, schedules: Iterable[Schedule], cost: OptimizerCost
+    moment: MemoryMoment, schedules: Sequence[Schedule], cost: OptimizerCost
 ) -> dict[str, int]:
     """Device memory at a moment by kind, with resident buckets split into their parts.
 
@@ -209,15 +203,11 @@ def device_kinds(
         schedules: of the step.
     """
     found = {kind.value: size for kind, size in moment.live_bytes.items()}
-    residents: dict[int, tuple[Bucket, Sequence[int]]] = {}
-    for schedule in schedules:
-        trained = schedule.gradient_params if schedule.backward is not None else {}
-        for bucket in schedule.buckets:
-            if bucket.key in schedule.plan.resident:
-                residents[bucket.key] = bucket, trained.get(bucket.key, ())
-    for bucket, params in residents.values():
-        for kind, size in streamed_bytes(bucket, params, cost).items():
+    resident = {key for schedule in schedules for key in schedule.plan.resident}
+    for bucket, trained in _read(schedules):
+        sizes = streamed_bytes(bucket, trained, cost) if bucket.key in resident else {}
+        for kind, size in sizes.items():
             if kind not in (MemoryKind.PARAMETERS, MemoryKind.GRADIENTS):
-                found[MemoryKind.PARAMETERS.value] -= int(size)
-                found[kind.value] = found.get(kind.value, 0) + int(size)
+                found[MemoryKind.PARAMETERS.value] -= size
+                found[kind.value] = found.get(kind.value, 0) + size
     return {kind: size for kind, size in found.items() if size}

@@ -22,6 +22,7 @@ _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
 _SUSTAINED_S = 2.0  # duration of the sustained-rate test; a quarter of it on the CPU
 _LAUNCHES = 100
+_UPDATE_BYTES = 7 * _COPY_BYTES  # AdamW in float32 reads four values and writes three
 _FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper and later
 
 
@@ -40,56 +41,10 @@ def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         probe = _Probe(device)
         meet()
-        measured = _measure_device(probe)
+        measured = probe.of_device()
         probe.update()  # allocates its memory
         meet()
-        return _measure_host(probe, measured, meet)
-
-
-def _measure_device(probe: _Probe) -> Hardware:
-    device = probe.device
-    copy = _COPY_BYTES / 1e9
-    h2d, d2h = copy / probe.seconds(probe.h2d), copy / probe.seconds(probe.d2h)
-    both = probe.seconds(probe.both_ways)
-    n = 8192 if device.type == "cuda" else 1024
-    half = torch.bfloat16 if device.type == "cuda" else torch.float32
-    peak = 2 * n**3 / probe.seconds(probe.matmul(n, half)) / 1e12
-    return Hardware(
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        h2d_gb_s=h2d,
-        d2h_gb_s=d2h,
-        h2d_both_gb_s=min(h2d, copy / both),
-        d2h_both_gb_s=min(d2h, copy / both),
-        matmul_tflop_s=peak,
-        memory_gb_s=2 * copy / probe.seconds(probe.device_copy),
-        launch_s=probe.seconds(probe.launches) / _LAUNCHES,
-        matmul32_tflop_s=2
-        * (n // 2) ** 3
-        / probe.seconds(probe.matmul(n // 2, torch.float32))
-        / 1e12,
-        matmul8_tflop_s=probe.fp8_tflop_s(n),
-        sustained=min(1.0, probe.sustained_flop_s(half) / (peak * 1e12)),
-        attention_share=H200.attention_share,
-        copy_s=probe.seconds(probe.small_copies) / _LAUNCHES,
-        device_bytes=_device_bytes(device),
-        host_bytes=total_bytes(),
-    )
-
-
-def _measure_host(probe: _Probe, measured: Hardware, meet: Callable[[], object]) -> Hardware:
-    """Measure the host; its memory rate is at least every combined rate that was observed."""
-    update_s = probe.seconds(probe.update)
-    update = probe.update_bytes / update_s / 1e9
-    copies = measured.h2d_both_gb_s + measured.d2h_both_gb_s
-    meet()
-    both = probe.host_gb_s(update_s, measured.h2d_gb_s)
-    return replace(measured, host_memory_gb_s=max(update, both, copies), update_gb_s=update)
-
-
-def _device_bytes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return total_bytes()
-    return int(torch.cuda.get_device_properties(device).total_memory)
+        return probe.with_host(measured, meet)
 
 
 class _Probe:
@@ -98,18 +53,61 @@ class _Probe:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self.on_host = [self._host_buffer() for _ in range(2)]
+        make = pinned_empty if self.cuda else torch.empty
+        with numa.bound(numa.node_of(device)):  # near the GPU, like buckets
+            self.on_host = [make((_COPY_BYTES,), dtype=torch.uint8).fill_(1) for _ in range(2)]
         self.on_device = [
             torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
         ]
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.optimizer: torch.optim.Optimizer | None = None
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.cuda else []
 
-    def _host_buffer(self) -> torch.Tensor:
-        make = pinned_empty if self.cuda else torch.empty
-        with numa.bound(numa.node_of(self.device)):  # near the GPU, like buckets
-            buffer = make((_COPY_BYTES,), dtype=torch.uint8)
-        return buffer.fill_(1)
+    def of_device(self) -> Hardware:
+        """The rates of copies and of the device, and the sizes of both memories."""
+        copy = _COPY_BYTES / 1e9
+        h2d, d2h = copy / self.seconds(self.h2d), copy / self.seconds(self.d2h)
+        both = copy / self.seconds(self.both_ways)
+        n, half = (8192, torch.bfloat16) if self.cuda else (1024, torch.float32)
+        peak = self.matmul_flop_s(n, half)
+        host_bytes = device_bytes = total_bytes()
+        name = "CPU"
+        if self.cuda:
+            name = torch.cuda.get_device_name(self.device)
+            device_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
+        return Hardware(
+            name=name,
+            h2d_gb_s=h2d,
+            d2h_gb_s=d2h,
+            h2d_both_gb_s=min(h2d, both),
+            d2h_both_gb_s=min(d2h, both),
+            matmul_tflop_s=peak / 1e12,
+            memory_gb_s=2 * copy / self.seconds(self.device_copy),
+            launch_s=self.seconds(self.launches) / _LAUNCHES,
+            matmul32_tflop_s=self.matmul_flop_s(n // 2, torch.float32) / 1e12,
+            matmul8_tflop_s=self.fp8_tflop_s(n),
+            sustained=min(1.0, self.sustained_flop_s(half) / peak),
+            attention_share=H200.attention_share,
+            copy_s=self.seconds(self.small_copies) / _LAUNCHES,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+        )
+
+    def with_host(self, measured: Hardware, meet: Callable[[], object]) -> Hardware:
+        """Measure the host; its memory rate is at least every combined rate that was observed."""
+        update_s = self.seconds(self.update)
+        update, both = _UPDATE_BYTES / update_s / 1e9, 0.0
+        copied = measured.h2d_both_gb_s + measured.d2h_both_gb_s
+        meet()
+        if self.cuda:
+            copies = max(1, round(update_s * measured.h2d_gb_s * 1e9 / _COPY_BYTES))
+
+            def together() -> None:
+                for _ in range(copies):
+                    self.h2d()
+                self.update()
+
+            both = (_UPDATE_BYTES + copies * _COPY_BYTES) / self.seconds(together) / 1e9
+        return replace(measured, host_memory_gb_s=max(update, both, copied), update_gb_s=update)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Median wall time of `work`, after one run to warm up."""
@@ -152,9 +150,9 @@ class _Probe:
         for _ in range(_LAUNCHES):
             self.on_device[0][:1].copy_(self.on_host[0][:1], non_blocking=True)
 
-    def matmul(self, n: int, dtype: torch.dtype) -> Callable[[], object]:
+    def matmul_flop_s(self, n: int, dtype: torch.dtype) -> float:
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
-        return lambda: a @ b
+        return 2 * n**3 / self.seconds(lambda: a @ b)
 
     def fp8_tflop_s(self, n: int) -> float | None:
         """Rate of products with one scale per operand; None if the device has no fp8 kernels.
@@ -191,34 +189,12 @@ class _Probe:
             now, done = time.perf_counter(), done + 20
         return done * 6 * m * k * n / (now - start) if done else 0.0
 
-    @property
-    def update_bytes(self) -> int:
-        """Bytes of one update: AdamW in float32 reads four values and writes three."""
-        return 7 * 4 * self._update_numel()
-
-    @staticmethod
-    def _update_numel() -> int:
-        return _COPY_BYTES // 4
-
     def update(self) -> None:
-        if not self._optimizers:
-            param = torch.nn.Parameter(torch.ones(self._update_numel()))
+        if self.optimizer is None:
+            param = torch.nn.Parameter(torch.ones(_COPY_BYTES // 4))
             param.grad = torch.ones_like(param)
-            self._optimizers.append(torch.optim.AdamW([param], fused=True))
-        self._optimizers[0].step()
-
-    def host_gb_s(self, update_s: float, h2d_gb_s: float) -> float:
-        """Combined bandwidth of the update and concurrent copies."""
-        if not self.cuda:
-            return 0.0
-        copies = max(1, round(update_s * h2d_gb_s * 1e9 / _COPY_BYTES))
-
-        def together() -> None:
-            for _ in range(copies):
-                self.h2d()
-            self.update()
-
-        return (self.update_bytes + copies * _COPY_BYTES) / self.seconds(together) / 1e9
+            self.optimizer = torch.optim.AdamW([param], fused=True)
+        self.optimizer.step()
 
 
 # Measures a disk with direct reads and writes of a scratch file.
@@ -256,7 +232,13 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         DiskError: no file can be created there, the disk is full, or I/O failed.
     """
     disk = Disk(ScratchFile(folder))
-    spans = {}
+    spans: dict[Way, FileSpan] = {}
+
+    def begun(way: Way, span: FileSpan) -> Request:
+        request = disk.request(way, [span], "measure_disk()")
+        request.begin()
+        return request
+
     for way in Way:
         place = disk.file.take(_FILE_BYTES)
         # random: some drives and file systems compress
@@ -264,33 +246,18 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         words = memory.view(torch.int64)
         words.random_(generator=torch.Generator().manual_seed(0))
         spans[way] = FileSpan(place, functools.partial(torch.Tensor.view, memory, -1))
-        _begun(disk, Way.WRITE, spans[way]).wait()  # new places are slower
+        begun(Way.WRITE, spans[way]).wait()  # new places are slower
 
-    def seconds(*ways: Way) -> dict[Way, float]:
-        """Seconds until each way is done, the best of several runs because others may use the
-        disk."""
-        found = dict.fromkeys(ways, float("inf"))
+    def gb_s(*ways: Way) -> float:
+        """The rate of each way, the best of several runs because others may use the disk."""
+        times = []
         for _ in range(_DISK_REPEATS):
             start = time.perf_counter()
-            running = [_begun(disk, way, spans[way]) for way in ways]
-            for way, request in zip(ways, running, strict=True):
+            for request in [begun(way, spans[way]) for way in ways]:
                 request.wait()
-                found[way] = min(found[way], time.perf_counter() - start)
-        return found
+            times.append(time.perf_counter() - start)
+        return _FILE_BYTES / min(times) / 1e9
 
-    size = _FILE_BYTES / 1e9
-    alone = {way: size / seconds(way)[way] for way in Way}
-    together = max(seconds(*Way).values())  # after the first ends, the other has the disk alone
-    both = size / together
-    return DiskRates(
-        alone[Way.READ],
-        alone[Way.WRITE],
-        min(alone[Way.READ], both),
-        min(alone[Way.WRITE], both),
-    )
-
-
-def _begun(disk: Disk, way: Way, span: FileSpan) -> Request:
-    request = disk.request(way, [span], "measure_disk()")
-    request.begin()
-    return request
+    # once the first of both has ended, the other has the disk alone
+    read, write, both = gb_s(Way.READ), gb_s(Way.WRITE), gb_s(*Way)
+    return DiskRates(read, write, min(read, both), min(write, both))

@@ -74,8 +74,8 @@ class Queues:
                 readers[wait].append(i)
         host = queues[DEVICE] = queues[HOST]  # the device takes updates of the host
         order = [k for k in _IN_TURN if queues[k]]
-        runs, left, running, now, done = [-1] * len(STREAMS), [0.0] * len(STREAMS), 0, 0.0, 0
-        last_of = [-1] * len(STREAMS)
+        runs, left, last_of = [-1] * len(STREAMS), [0.0] * len(STREAMS), [-1] * len(STREAMS)
+        running, now, done = 0, 0.0, 0
         while done < count:
             for k in order:
                 queue = queues[k]
@@ -183,16 +183,11 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
         gather = min(comes, goes)
     host_gb_s = hardware.update_gb_s if host else 0.0
     given = _shares([down, up, host_gb_s, 2 * min(helps_down, helps_up)], hardware.host_memory_gb_s)
-    disk = _disk_rates(hardware, read=bool(busy >> READ & 1), write=bool(busy >> WRITE & 1))
-    return (1.0, *(rate * 1e9 for rate in (*given, *disk, gather)))
-
-
-def _disk_rates(hardware: Hardware, *, read: bool, write: bool) -> tuple[float, float]:
-    """Rates of reading and writing; unmeasured ones take no time."""
-    both = read and write
-    reads = hardware.disk_read_both_gb_s if both else hardware.disk_read_gb_s
-    writes = hardware.disk_write_both_gb_s if both else hardware.disk_write_gb_s
-    return (math.inf if reads is None else reads), (math.inf if writes is None else writes)
+    disk = [hardware.disk_read_gb_s, hardware.disk_write_gb_s]
+    if busy >> READ & busy >> WRITE & 1:
+        disk = [hardware.disk_read_both_gb_s, hardware.disk_write_both_gb_s]
+    of_disk = (math.inf if rate is None else rate for rate in disk)  # unmeasured: it takes no time
+    return (1.0, *(rate * 1e9 for rate in (*given, *of_disk, gather)))
 
 
 def _shares(wanted: Sequence[float], total: float) -> list[float]:

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,15 @@ _REPEATS = 5
 _LONGEST = ("launch_s", "copy_s", "collective_s")
 
 AllGather = Callable[[Any], list[Any]]  # gathers one value per rank, in the mesh's order
+
+
+@dataclass(frozen=True, slots=True)
+class RankRates:
+    """Rates of one rank: its GPU, and its whole host."""
+
+    rank: int  # of all processes
+    host: str
+    hardware: Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +89,15 @@ def use_cores(mesh: DeviceMesh) -> None:
         torch.set_num_threads(share)
 
 
-@dataclass(frozen=True, slots=True)
-class _DiskOfRank:
-    """The disk of one rank's folder."""
+class _Said(NamedTuple):
+    """A rank's disk or rates, as it tells the others."""
 
     rank: int  # of all processes
     host: tuple[str, str]
     of_host: int  # number of torchrun's ranks there
-    device: int | None  # st_dev of the folder; None: no folder
-    free_bytes: int
-
-    @property
-    def disk(self) -> tuple[tuple[str, str], int | None]:
-        """Identity of the disk; device numbers are only unique per host."""
-        return self.host, self.device
+    device: int | None = None  # st_dev of the folder, unique per host; None: no folder
+    free_bytes: int = 0
+    hardware: Hardware | None = None
 
 
 def agree_disks(
@@ -119,22 +123,21 @@ def agree_disks(
     Raises:
         DiskError: no file can be created there, or it cannot be read or written.
     """
-    device, free_bytes = None, 0
+    rank = mesh.get_rank()
+    mine = _Said(rank, host_of_rank(), ranks_of_host(mesh))
     if folder is not None:
-        device, free_bytes = os.stat(folder).st_dev, shutil.disk_usage(folder).free
-    rank, of_host = mesh.get_rank(), ranks_of_host(mesh)
-    said: list[_DiskOfRank] = all_gather_object(
-        _DiskOfRank(rank, host_of_rank(), of_host, device, free_bytes)
-    )
-    users: dict[tuple[tuple[str, str], int | None], list[_DiskOfRank]] = {}
-    for each in sorted(said, key=lambda each: each.rank):
+        free_bytes = shutil.disk_usage(folder).free
+        mine = mine._replace(device=os.stat(folder).st_dev, free_bytes=free_bytes)
+    said: list[_Said] = sorted(all_gather_object(mine), key=lambda each: each.rank)
+    users: dict[tuple[tuple[str, str], int], list[_Said]] = {}
+    for each in said:
         if each.device is not None:
-            users.setdefault(each.disk, []).append(each)
+            users.setdefault((each.host, each.device), []).append(each)
     rates: dict[int, DiskRates | None] = {}
     if measured and users:
-        firsts = [those[0].rank for those in users.values()]
-        mine = load(folder) if folder is not None and rank in firsts else None
-        rates = dict(all_gather_object((rank, mine)))  # the others wait here
+        measures = folder is not None and any(rank == those[0].rank for those in users.values())
+        found = load(folder) if folder is not None and measures else None
+        rates = dict(all_gather_object((rank, found)))  # the others wait here
     disks = {}
     for those in users.values():
         first = those[0]
@@ -167,15 +170,16 @@ def agree(
         probe: measures ranks with GPUs. Default: `Probe()`.
     """
     probe = probe or Probe()
-    of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
-    here = all_gather_object(host_of_rank()).count(host_of_rank())
-    mine = probe.kept(device, here) if cuda else cached(device)
-    found = all_gather_object(_said(mesh, of_host, mine))
-    if any(hardware is None for *_, hardware in found):  # if one must measure, all do at once
+    cuda = device.type == "cuda"
+    mine = _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh))
+    here = all_gather_object(mine.host).count(mine.host)
+    rates = probe.kept(device, here) if cuda else cached(device)
+    found = all_gather_object(mine._replace(hardware=rates))
+    if any(each.hardware is None for each in found):  # if one must measure, all do at once
         if not cuda:
             return None
-        mine = probe.measure(device, here, lambda: all_gather_object(None))
-        found = all_gather_object(_said(mesh, of_host, mine))
+        rates = probe.measure(device, here, lambda: all_gather_object(None))
+        found = all_gather_object(mine._replace(hardware=rates))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # no other rank to gather from
@@ -183,8 +187,7 @@ def agree(
     gather_gb_s, start_s = probe.gathers(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
     network_gb_s = probe.sums(mesh, device, all_gather_object)
-    slowest = replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)
-    return Agreed(slowest, ranks)
+    return Agreed(replace(slowest, collective_s=start_s, network_gb_s=network_gb_s), ranks)
 
 
 def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
@@ -198,41 +201,30 @@ def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
     return found
 
 
-# rank, its host, number of torchrun's ranks there, its rates
-_Said = tuple[int, tuple[str, str], int, Hardware | None]
-
-
-def _said(mesh: DeviceMesh, of_host: int, hardware: Hardware | None) -> _Said:
-    return mesh.get_rank(), host_of_rank(), of_host, hardware
-
-
 def _with_hosts(
     found: Sequence[_Said], disks: Mapping[int, SharedDisk], *, together: bool
 ) -> tuple[tuple[RankRates, ...], list[Hardware]]:
     """Each rank's rates with its whole host and disk, and with its share of them.
 
     Args:
-        disks: of the ranks that have one.
         together: ranks measured at the same time, so the host has the sum. Otherwise each had the
             host alone.
     """
-    rates: dict[tuple[str, str], list[float]] = {}
-    for _, host, _, hardware in found:
+    of_hosts: dict[tuple[str, str], list[float]] = {}
+    for _, host, *_, hardware in found:
         assert hardware is not None
-        rates.setdefault(host, []).append(hardware.host_memory_gb_s)
+        of_hosts.setdefault(host, []).append(hardware.host_memory_gb_s)
     rows, shares = [], []
-    for rank, host, of_host, hardware in sorted(found, key=lambda row: row[0]):
+    for rank, host, of_host, *_, hardware in sorted(found, key=lambda each: each.rank):
         assert hardware is not None
-        of_host_gb_s = rates[host]
-        whole = hardware.replace(
-            host_memory_gb_s=sum(of_host_gb_s) if together else min(of_host_gb_s)
-        )
+        rates = of_hosts[host]
+        whole = hardware.replace(host_memory_gb_s=sum(rates) if together else min(rates))
         disk = disks.get(rank)
         if disk is not None and disk.rates is not None:
             whole = disk.rates.on(whole)
         rows.append(RankRates(rank, host[1], whole))
-        of_memory = whole.host_memory_gb_s / len(of_host_gb_s)
         host_bytes = None if whole.host_bytes is None else whole.host_bytes // of_host
+        of_memory = whole.host_memory_gb_s / len(rates)
         share = whole.disk_shared_by(1 if disk is None else disk.ranks)
         shares.append(replace(share, host_memory_gb_s=of_memory, host_bytes=host_bytes))
     return tuple(rows), shares
@@ -254,72 +246,64 @@ def _slowest(rates: Sequence[Hardware]) -> Hardware:
 
 
 def interconnect(
-    mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather, size_bytes: int = _BYTES
+    mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather
 ) -> tuple[float, float]:
     """The slowest rank's GB/s received in a gather, and seconds of a small gather."""
     group = mesh.get_group(mesh.ndim - 1)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole = torch.empty(size_bytes // count * count, dtype=torch.uint8, device=device)
+    whole = torch.empty(_BYTES // count * count, dtype=torch.uint8, device=device)
 
     def gather(size_bytes: int) -> None:
         place = whole[: size_bytes // count * count]
         compat.ALL_GATHER(place, place.chunk(count)[rank], group=group)
 
-    small_s, large_s = _slowest_s(gather, size_bytes, device, all_gather_object)
+    small_s, large_s = _slowest_s(gather, device, all_gather_object)
     return _gb_s(len(whole) * (count - 1) / count, large_s - small_s), small_s
 
 
-def network(
-    mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather, size_bytes: int = _BYTES
-) -> float | None:
+def network(mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather) -> float | None:
     """The slowest rank's GB/s received in a sum over replicas, while all ranks of a host run one;
     None without replicas."""
     if mesh.ndim == 1:
         return None
     group = mesh.get_group(0)
     count = dist.get_world_size(group)
-    part = torch.zeros(size_bytes // mesh.size(1), dtype=torch.uint8, device=device)
+    part = torch.zeros(_BYTES // mesh.size(1), dtype=torch.uint8, device=device)
 
     def add(size_bytes: int) -> None:
         dist.all_reduce(part[:size_bytes], group=group)
 
-    small_s, large_s = _slowest_s(add, size_bytes, device, all_gather_object)
+    small_s, large_s = _slowest_s(add, device, all_gather_object)
     return _gb_s(2 * len(part) * (count - 1) / count, large_s - small_s)
 
 
 def _slowest_s(
-    collective: Callable[[int], None],
-    size_bytes: int,
-    device: torch.device,
-    all_gather_object: AllGather,
+    collective: Callable[[int], None], device: torch.device, all_gather_object: AllGather
 ) -> tuple[float, float]:
-    """Seconds of a small collective and of one with `size_bytes`, in the slowest rank."""
+    """Seconds of a small collective and of one with `_BYTES`, in the slowest rank."""
 
-    def wait() -> None:
-        if device.type == "cuda":
+    def seconds(size_bytes: int, times: int) -> float:
+        found = []
+        for _ in range(times):
             torch.cuda.synchronize(device)
-
-    def seconds(size_bytes: int) -> float:
-        wait()
-        start = time.perf_counter()
-        collective(size_bytes)
-        wait()
-        return time.perf_counter() - start
+            start = time.perf_counter()
+            collective(size_bytes)
+            torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
 
     # all ranks have allocated by now, so none waits in a collective for an allocation
     all_gather_object(None)
-    small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
-    large = statistics.median(seconds(size_bytes) for _ in range(_REPEATS))
-    small, large = map(max, zip(*all_gather_object((small, large)), strict=True))
-    return small, large
+    mine = seconds(_SMALL, 2 * _REPEATS), seconds(_BYTES, _REPEATS)
+    small_s, large_s = map(max, zip(*all_gather_object(mine), strict=True))
+    return small_s, large_s
 
 
 def _gb_s(received: float, seconds: float) -> float:
     return received / max(seconds, 1e-9) / 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """The measurements of ranks with GPUs."""
 
     kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
@@ -330,55 +314,27 @@ class Probe:
 
 # Slow ranks and their slow rates.
 #
-#     matrix products   655 652 610 657 TFLOP/s   ->   rank 2: 610, the others 655, the fastest 657
+#     matrix products   655 652 610 657 TFLOP/s   ->   rank 2: 610, the others 655
 #
 # A rank is slow if it is closer to the slowest than to the fastest. So a host with slow memory is
 # reported with all of its ranks.
 
 FELT = 0.03  # smaller gaps are noise: a rate is measured within seconds
 
-
-@dataclass(frozen=True, slots=True)
-class RankRates:
-    """Rates of one rank: its GPU, and its whole host."""
-
-    rank: int  # of all processes
-    host: str
-    hardware: Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A rate by which ranks are compared."""
-
-    name: str
-    unit: str
-    fields: tuple[str, ...]  # of `Hardware`; the first is compared
-    times: str = ""  # another field, a factor
-    scale: float = 1.0  # from a field's unit to this one
-    seconds: bool = False  # larger is slower
-
-    def of(self, hardware: Hardware) -> float | None:
-        """The figure in its unit; None if unknown."""
-        value: float | None = getattr(hardware, self.fields[0])
-        if value is None:
-            return None
-        return value * self.scale * (getattr(hardware, self.times) if self.times else 1.0)
-
-
-FIGURES = (
-    Figure("matrix products", "TFLOP/s", ("matmul_tflop_s",), "sustained"),
-    Figure("fp32 matrix products", "TFLOP/s", ("matmul32_tflop_s",), "sustained"),
-    Figure("fp8 matrix products", "TFLOP/s", ("matmul8_tflop_s",), "sustained"),
-    Figure("GPU memory", "GB/s", ("memory_gb_s",)),
-    Figure("copies to the GPU", "GB/s", ("h2d_gb_s", "h2d_both_gb_s")),
-    Figure("copies from the GPU", "GB/s", ("d2h_gb_s", "d2h_both_gb_s")),
-    Figure("host memory", "GB/s", ("host_memory_gb_s",)),
-    Figure("updates on the host", "GB/s", ("update_gb_s",)),
-    Figure("reads of the disk", "GB/s", ("disk_read_gb_s", "disk_read_both_gb_s")),
-    Figure("writes to the disk", "GB/s", ("disk_write_gb_s", "disk_write_both_gb_s")),
-    Figure("kernel launches", "us", ("launch_s",), scale=1e6, seconds=True),
-    Figure("the start of a copy", "us", ("copy_s",), scale=1e6, seconds=True),
+_FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    # name, unit, fields of `Hardware`, of which the first is compared
+    ("matrix products", "TFLOP/s", ("matmul_tflop_s",)),
+    ("fp32 matrix products", "TFLOP/s", ("matmul32_tflop_s",)),
+    ("fp8 matrix products", "TFLOP/s", ("matmul8_tflop_s",)),
+    ("GPU memory", "GB/s", ("memory_gb_s",)),
+    ("copies to the GPU", "GB/s", ("h2d_gb_s", "h2d_both_gb_s")),
+    ("copies from the GPU", "GB/s", ("d2h_gb_s", "d2h_both_gb_s")),
+    ("host memory", "GB/s", ("host_memory_gb_s",)),
+    ("updates on the host", "GB/s", ("update_gb_s",)),
+    ("reads of the disk", "GB/s", ("disk_read_gb_s", "disk_read_both_gb_s")),
+    ("writes to the disk", "GB/s", ("disk_write_gb_s", "disk_write_both_gb_s")),
+    ("kernel launches", "us", ("launch_s",)),
+    ("the start of a copy", "us", ("copy_s",)),
 )
 
 
@@ -387,13 +343,11 @@ class SlowRate:
     """A rate at which some ranks are slower than the others."""
 
     name: str
-    unit: str
+    unit: str  # TFLOP/s, GB/s or, where more is slower, us
     ranks: tuple[int, ...]  # the slow ones
     hosts: tuple[str, ...]  # of the slow ranks
     value: float  # of the slowest rank, used by plans
     median: float  # of the others
-    fastest: float
-    behind: float  # relative to the median: 0.07 is 7 % slower
     fields: tuple[str, ...]  # of `Hardware`
 
     def at_median(self, hardware: Hardware) -> Hardware:
@@ -403,33 +357,23 @@ class SlowRate:
 
 
 def slow_rates(ranks: Sequence[RankRates]) -> list[SlowRate]:
-    """Rates at which ranks are slower by more than `FELT`, the largest gap first."""
-    found = [_slow(figure, ranks) for figure in FIGURES]
-    slow = [each for each in found if each is not None and each.behind > FELT]
-    return sorted(slow, key=lambda each: -each.behind)
-
-
-def _slow(figure: Figure, ranks: Sequence[RankRates]) -> SlowRate | None:
-    given = [(each, figure.of(each.hardware)) for each in ranks]
-    values = [(each, value) for each, value in given if value and math.isfinite(value)]
-    if len(values) != len(ranks) or not ranks:
-        return None  # a rank has no such rate
-    sign = 1 if figure.seconds else -1
-    values.sort(key=lambda item: (-sign * item[1], item[0].rank))
-    (_, slowest), (_, fastest) = values[0], values[-1]
-    between = (slowest + fastest) / 2
-    slow = [each for each, value in values if sign * value > sign * between]
-    if not slow:
-        return None
-    median = statistics.median(value for _, value in values[len(slow) :])
-    return SlowRate(
-        figure.name,
-        figure.unit,
-        tuple(sorted(each.rank for each in slow)),
-        tuple(dict.fromkeys(each.host for each in slow)),
-        slowest,
-        median,
-        fastest,
-        1 - (median / slowest if figure.seconds else slowest / median),
-        figure.fields,
-    )
+    """Rates at which ranks are slower by more than `FELT`."""
+    found = []
+    for name, unit, of in _FIGURES:
+        values = [getattr(each.hardware, of[0]) for each in ranks]
+        if not values or not all(value and math.isfinite(value) for value in values):
+            continue  # a rank has no such rate
+        if unit == "us":
+            values = [1e6 * value for value in values]
+        elif unit == "TFLOP/s":
+            values = [v * r.hardware.sustained for v, r in zip(values, ranks, strict=True)]
+        sign = 1 if unit == "us" else -1
+        between = sign * (min(values) + max(values)) / 2
+        slow = [r for v, r in zip(values, ranks, strict=True) if sign * v > between]
+        median = statistics.median(v for v in values if sign * v <= between)
+        worst = max(values, key=lambda value: sign * value)
+        if slow and 1 - min(worst, median) / max(worst, median) > FELT:
+            numbers = tuple(sorted(each.rank for each in slow))
+            hosts = tuple(dict.fromkeys(each.host for each in slow))
+            found.append(SlowRate(name, unit, numbers, hosts, worst, median, of))
+    return found

@@ -1,4 +1,5 @@
-"""Caches measured rates in files, so that each machine is measured once."""
+"""Caches measured rates in files, so that each machine is measured once, and finds machines by
+name."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,9 @@ from megacompile.progress import phase
 
 _FORMAT = 8  # of the file; raised when fields or their meaning change
 _DISK_FORMAT = 2
+_MEASURING = "measuring the machine's rates"
+
+_Rates = TypeVar("_Rates", Hardware, DiskRates)
 
 
 def load(device: torch.device | str, *, again: bool = False) -> Hardware:
@@ -37,32 +42,24 @@ def load(device: torch.device | str, *, again: bool = False) -> Hardware:
     found = None if again else cached(device)
     if found is not None:
         return found
-    with phase("measuring the machine's rates"):
+    with phase(_MEASURING):
         measured = measure(device)
-    _keep(_file(device), json.dumps(asdict(measured), indent=2))
+    _keep(_file(device), measured)
     if again and device.type == "cuda":
-        _forget_of_ranks(device)
+        of_ranks = _file_of_rank(device, "*")
+        for path in () if of_ranks is None else of_ranks.parent.glob(of_ranks.name):
+            path.unlink(missing_ok=True)
     return measured
 
 
 def cached(device: torch.device) -> Hardware | None:
     """The cached figures of `device`, if they are valid."""
-    return _on_file(_file(device))
-
-
-def _on_file(path: Path | None) -> Hardware | None:
-    try:
-        if path is None or not path.is_file():  # opening a FIFO would block
-            return None
-        found = Hardware(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return found if _are_figures(found) else None
+    return _kept(_file(device), Hardware)
 
 
 def cached_of_rank(device: torch.device, ranks: int) -> Hardware | None:
     """The cached figures of one of `ranks` GPUs of this host that were measured together."""
-    return _on_file(_file_of_rank(device, ranks))
+    return _kept(_file_of_rank(device, ranks), Hardware)
 
 
 def measure_of_rank(device: torch.device, ranks: int, meet: Callable[[], object]) -> Hardware:
@@ -71,27 +68,10 @@ def measure_of_rank(device: torch.device, ranks: int, meet: Callable[[], object]
     Args:
         meet: a barrier of all ranks, called equally often in each.
     """
-    with phase("measuring the machine's rates"):
+    with phase(_MEASURING):
         measured = measure(device, meet=meet)
-    _keep(_file_of_rank(device, ranks), json.dumps(asdict(measured), indent=2))
+    _keep(_file_of_rank(device, ranks), measured)
     return measured
-
-
-def _are_figures(hardware: Hardware) -> bool:
-    """True if every figure is plausible: 0, NaN and text are not."""
-    for field in fields(hardware):
-        value = getattr(hardware, field.name)
-        if field.name == "name":
-            if not isinstance(value, str):
-                return False
-            continue
-        if value is None and field.default is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return False
-        if not value >= least(field.name) or (math.isinf(value) and field.default != math.inf):
-            return False
-    return True
 
 
 def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRates:
@@ -104,46 +84,49 @@ def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRat
         DiskError: no file can be created there, or it cannot be read or written.
     """
     path = _disk_file(Path(folder))
-    found = None if again else disk_on_file(folder)
+    found = None if again else _kept(path, DiskRates)
     if found is None:
         with phase("measuring the disk's rates"):
             found = measure_disk(folder)
-        _keep(path, json.dumps(asdict(found), indent=2))
+        _keep(path, found)
     return found
 
 
 def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
     """The cached rates of a folder's disk; None if there are no valid ones."""
-    path = _disk_file(Path(folder))
+    return _kept(_disk_file(Path(folder)), DiskRates)
+
+
+def _kept(path: Path | None, kind: type[_Rates]) -> _Rates | None:
+    """The rates in a file; None if it is absent, of another format or has impossible figures."""
     try:
-        found = DiskRates(**json.loads(path.read_text())) if path and path.is_file() else None
+        if path is None or not path.is_file():  # opening a FIFO would block
+            return None
+        found = kind(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    if found is None:
-        return None
-    values = asdict(found).values()
-    return found if all(type(v) is float and 0 < v < math.inf for v in values) else None
+    for field in fields(kind):
+        value = getattr(found, field.name)
+        if field.name == "name":
+            valid = isinstance(value, str)
+        elif value is None:
+            valid = field.default is None
+        else:
+            valid = type(value) in (int, float) and value >= least(field.name)
+            valid = valid and (math.isfinite(value) or field.default == math.inf)
+        if not valid:
+            return None
+    return found
 
 
-def _disk_file(folder: Path) -> Path | None:
-    """The cache file for a disk of this machine, because machines may share a cache."""
-    cache = _cache()
-    try:
-        device = os.stat(folder).st_dev
-    except OSError:
-        return None  # measuring reports the error
-    where = f"{_words(platform.node())}-{os.major(device)}-{os.minor(device)}"
-    return None if cache is None else cache / f"disk-{where}-v{_DISK_FORMAT}.json"
-
-
-def _keep(path: Path | None, text: str) -> None:
+def _keep(path: Path | None, rates: Hardware | DiskRates) -> None:
     """Write a cache file atomically, or warn if that fails."""
     try:
         if path is None:
             raise OSError("no home directory")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
+            json.dump(asdict(rates), file, indent=2)
         os.replace(file.name, path)
     except OSError as error:
         notices.warn(
@@ -154,28 +137,28 @@ def _keep(path: Path | None, text: str) -> None:
 
 
 def _file(device: torch.device) -> Path | None:
-    folder = _cache()
-    return None if folder is None else folder / f"{_key(device)}.json"
+    return _cached_as(_key(device))
 
 
 def _file_of_rank(device: torch.device, ranks: int | str) -> Path | None:
     """One file for each GPU of each machine: GPUs of the same model differ, and machines may share
     a home."""
-    folder = _cache()
-    which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
-    name = f"{_key(device)}-{which}-of-{ranks}.json"
-    return None if folder is None else folder / name
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return _cached_as(f"{_key(device)}-{_host()}-{uuid}-of-{ranks}")
 
 
-def _forget_of_ranks(device: torch.device) -> None:
-    """Remove the figures of this GPU measured together with any number of others."""
-    files = _file_of_rank(device, "*")
-    for path in () if files is None else files.parent.glob(files.name):
-        path.unlink(missing_ok=True)
+def _disk_file(folder: Path) -> Path | None:
+    """The cache file for a disk of this machine, because machines may share a cache."""
+    try:
+        device = os.stat(folder).st_dev
+    except OSError:
+        return None  # measuring reports the error
+    name = f"disk-{_host()}-{os.major(device)}-{os.minor(device)}-v{_DISK_FORMAT}"
+    return _cached_as(name)
 
 
-def _words(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name.lower())
+def _host() -> str:
+    return "".join(c if c.isalnum() else "-" for c in platform.node().lower())
 
 
 def _key(device: torch.device) -> str:
@@ -184,16 +167,14 @@ def _key(device: torch.device) -> str:
     return f"{name.lower().replace(' ', '-')}-{threads}-torch-{torch.__version__}-v{_FORMAT}"
 
 
-def _cache() -> Path | None:
-    """The cache folder; None without a home directory."""
+def _cached_as(name: str) -> Path | None:
+    """The path of a cache file; None without a home directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(root) if root else Path.home() / ".cache") / "megacompile"
+        folder = Path(root) if root else Path.home() / ".cache"
     except RuntimeError:  # an unknown user without HOME
         return None
-
-
-# Machines by name: a measured one, data sheets of others, and this machine.
+    return folder / "megacompile" / f"{name}.json"
 
 
 def known(name: str) -> Hardware:

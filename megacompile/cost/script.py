@@ -17,7 +17,7 @@ None of this depends on the machine, unlike the amount of work of each op.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -42,7 +42,7 @@ _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
 
 @dataclass(slots=True)
 class _Item:
-    """An op of a graph, independent of the step and the machine."""
+    """An op of a graph, or half of one, independent of the step and the machine."""
 
     node: fx.Node
     label: str
@@ -76,23 +76,20 @@ class _Graph:
         self.awaited: list[Handed] = []  # the same, of earlier graphs
         self.fresh: set[int] = set()  # buckets whose new weights stay on the device until then
         self._position: dict[fx.Node, int] = {}
-        self._lands: dict[Handed, int] = {}
-        self._stored = on_disk(schedule.forward)  # names of saved values
-        graph = schedule.graphs[name]
-        for node in graph.nodes:
+        lands: dict[Handed, int] = {}  # part of a bucket -> the half of a copy that brings it
+        for node in schedule.graphs[name].nodes:
             if ops.op_of(node) is not None:
-                self._add(node)
-        self._give()
-
-    @property
-    def returns_behind(self) -> int:
-        """The queue that must be empty before the graph returns; -1: none.
-
-        New parameters of updates in the backward reach the host while the next forward begins.
-        """
-        if self.name == "forward":
-            return H2D
-        return -1 if self._lands else D2H
+                self._add(node, lands)
+        # the queue that must be empty before the graph returns; new parameters of updates in the
+        # backward reach the host while the next forward begins
+        self.returns_after = H2D if name == "forward" else None if lands else D2H
+        # later graphs wait for a forward's values on a disk; its others are ready when it returns,
+        # or ordered by the stream of their copies
+        stored = on_disk(schedule.forward)
+        for what, node in handed(schedule, name).items():
+            if name != "forward" or what[1] in stored:
+                at, copied = self._position[node], ops.stream_of(node) is Stream.D2H
+                self.gives[what] = lands.get(what, at) if copied else at
 
     def keep_fresh(self, keys: set[int]) -> None:
         """Make prefetches of a forward use weights that are still on the device.
@@ -106,33 +103,12 @@ class _Graph:
                 item.takes = []
                 item.fresh = item.reads_weights not in plan.device_update
 
-    def amounts(self, hardware: Hardware, *, fused: bool) -> list[float]:
-        """The amount of work of each item on a machine."""
-        of = _Amounts(self.schedule, self.name, hardware, fused=fused, sizes=self.sizes)
-        return [
-            0.0
-            if item.fresh
-            else of.whole(item.node, item.queue)
-            if item.half is None
-            else of.halves(item.node)[item.half]
-            for item in self.items
-        ]
-
-    def _give(self) -> None:
-        """Record the values that later graphs wait for. For a forward these are values written to a
-        disk; all others are ready when it returns, or ordered by the stream of their copies."""
-        for what, node in handed(self.schedule, self.name).items():
-            if self.name == "forward" and what[1] not in self._stored:
-                continue
-            at = self._position[node]
-            if ops.stream_of(node) is Stream.D2H:  # one of its halves
-                at = self._lands.get(what, at)
-            self.gives[what] = at
-
-    def _add(self, node: fx.Node) -> None:
+    def _add(self, node: fx.Node, lands: dict[Handed, int]) -> None:
         op = ops.effects(node)
-        if op.helps:
-            self._help(node)
+        if op.helps:  # the device may help with these updates
+            for update in node.all_input_nodes:
+                size = self.sizes.get(ops.arguments(update)[0].key)
+                self.items[self._position[update]].helped = size.helped_bytes if size else 0.0
             return
         if not op.waits:
             self._defer(node)
@@ -141,12 +117,12 @@ class _Graph:
         waits, takes = self._waits(node, queue)
         if op.frees is not None and not waits:
             return
-        label = ops.label(node)
-        item = _Item(node, label, queue, waits, takes, begins=op.begins, drains=op.drains)
-        if len(op.writes) == 2 and queue == D2H:
-            first, second = written(node)
-            self._lands[first], self._lands[second] = len(self.items), len(self.items) + 1
-            self._add_half(node, item)
+        item = _Item(node, ops.label(node), queue, waits, takes, op.begins, drains=op.drains)
+        if len(op.writes) == 2 and queue == D2H:  # new parameters reach the host before the states
+            first = len(self.items)
+            lands |= {what: first + i for i, what in enumerate(written(node))}
+            self.items.append(_Item(node, "", queue, waits, takes, half=0))
+            item.since, item.half, item.waits, item.takes = first, 1, [], []
         else:
             item.of_replicas = op.of_replicas
             item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
@@ -167,24 +143,10 @@ class _Graph:
                 waits.append(position)
         return waits, takes
 
-    def _add_half(self, node: fx.Node, item: _Item) -> None:
-        """Add the first half of a copy; `item` becomes the second. New parameters reach the host
-        before the states."""
-        item.since, item.half = len(self.items), 1
-        self.items.append(_Item(node, "", item.queue, item.waits, item.takes, half=0))
-        item.waits, item.takes = [], []
-
-    def _help(self, node: fx.Node) -> None:
-        """Allow the device to help with these updates."""
-        for update in node.all_input_nodes:
-            size = self.sizes.get(ops.arguments(update)[0].key)
-            self.items[self._position[update]].helped = 0.0 if size is None else size.helped_bytes
-
     def _defer(self, node: fx.Node) -> None:
         """Record a deferred free: no stream waits for its `after`, but the next drain does."""
-        value = node.args[0]
         for source in node.all_input_nodes:
-            if source is value:
+            if source is node.args[0]:
                 continue
             if source.op == "placeholder":
                 self.awaited.append(stands_for(self.schedule, source))
@@ -194,53 +156,41 @@ class _Graph:
             self.fresh |= {key for key, part in written(copy) if part is Part.WEIGHTS}
 
 
-# The amount of work of each op on a machine. Setup time counts as the bytes that could have been
-# copied in that time.
-
-
 class _Amounts:
-    """The amounts of one graph of a schedule.
+    """The amount of work of a graph's items on a machine. Setup time counts as the bytes that could
+    have been copied in that time."""
 
-    Args:
-        name: of the graph.
-        fused: elementwise operations are fused (lowering "inductor").
-        sizes: the cost of a bucket's update in `optimizer.step()`, by the bucket's key.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        name: str,
-        hardware: Hardware,
-        *,
-        fused: bool,
-        sizes: Mapping[int, UpdateCost],
-    ) -> None:
-        self.schedule, self.name = schedule, name
+    def __init__(self, graph: _Graph, hardware: Hardware, *, fused: bool) -> None:
+        schedule = graph.schedule
+        self.name, self.plan, self.sizes = graph.name, schedule.plan, graph.sizes
         self.hardware, self.fused = hardware, fused
-        self.sizes = sizes
         self.trained = schedule.gradient_params if schedule.backward is not None else {}
         self._seconds: dict[tuple[int, Code], float] = {}
 
-    def whole(self, node: fx.Node, queue: int) -> float:
+    def of(self, item: _Item) -> float:
         """Seconds of a compute, bytes of other ops."""
+        if item.fresh:
+            return 0.0
+        if item.half is not None:
+            return self._halves(item.node)[item.half]
+        node, hardware = item.node, self.hardware
         op = ops.effects(node)
         if self.name == "update" and op.is_update:
-            return self._update(ops.arguments(node)[0], queue)
+            return self._update(ops.arguments(node)[0], item.queue)
         if op.stored is not None:
             return op.stored(node)
         if op.gathered is not None:
-            return self._of_replicas(node) if op.of_replicas else self._exchanged(node)
-        if queue != COMPUTE:
+            return self._exchanged(ops.arguments(node)[0], op.gathered(node), item.of_replicas)
+        if item.queue != COMPUTE:
             return self._copy(self._moved_bytes(node), copies_of(node))
         if op.code is None:
-            return node_s(node, self.hardware, fused=self.fused)
+            return node_s(node, hardware, fused=self.fused)
         key = id(ops.arguments(node)[0].template), ops.code_of(node)
         if key not in self._seconds:
-            self._seconds[key] = node_s(node, self.hardware, fused=self.fused)
+            self._seconds[key] = node_s(node, hardware, fused=self.fused)
         return self._seconds[key]
 
-    def halves(self, node: fx.Node) -> list[float]:
+    def _halves(self, node: fx.Node) -> list[float]:
         """Bytes of the copies of new parameters and of states, in this order."""
         bucket: Bucket = ops.arguments(node)[0]
         params = self._param_bytes(bucket)
@@ -265,7 +215,7 @@ class _Amounts:
         op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
         if not isinstance(subject, Bucket):
             return size
-        plan = self.schedule.plan
+        plan = self.plan
         if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
             return 0  # the device has them already
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
@@ -275,26 +225,17 @@ class _Amounts:
         return size
 
     def _copy(self, size_bytes: float, copies: int) -> float:
-        """Bytes of copies, plus the equivalent of their setup time."""
         return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
 
-    def _exchanged(self, node: fx.Node) -> float:
-        """Bytes that a rank receives in a collective, plus the equivalent of its setup time."""
-        op = ops.effects(node)
-        ranks: int = ops.arguments(node)[0].ranks
-        assert op.gathered is not None
-        rate, start_s = self.hardware.interconnect_gb_s * 1e9, self.hardware.collective_s
-        start = start_s * rate if rate != math.inf else 0.0
-        return op.gathered(node) * (ranks - 1) / ranks + start
-
-    def _of_replicas(self, node: fx.Node) -> float:
-        """Bytes that a rank receives in a sum of its shard over replicas, which is a reduce-scatter
-        and an all-gather, plus the equivalent of its setup time."""
-        op, hardware = ops.effects(node), self.hardware
-        bucket: Bucket = ops.arguments(node)[0]
-        assert op.gathered is not None
-        received = 2 * (bucket.replicas - 1) / bucket.replicas * op.gathered(node) / bucket.ranks
-        return received + hardware.collective_s * hardware.replicas_gb_s * 1e9
+    def _exchanged(self, bucket: Bucket, size_bytes: int, of_replicas: bool) -> float:
+        """Bytes that a rank receives in a collective. A sum of its shard over replicas is a
+        reduce-scatter and an all-gather."""
+        hardware, ranks = self.hardware, bucket.ranks
+        rate = hardware.replicas_gb_s if of_replicas else hardware.interconnect_gb_s
+        start = 0.0 if rate == math.inf else hardware.collective_s * rate * 1e9
+        if of_replicas:
+            return 2 * (bucket.replicas - 1) / bucket.replicas * size_bytes / ranks + start
+        return size_bytes * (ranks - 1) / ranks + start
 
     def _param_bytes(self, bucket: Bucket) -> int:
         mine = largest_shard(bucket)
@@ -322,7 +263,7 @@ class Script:
             for schedule in schedules:
                 sizes[id(schedule)] = {u.bucket.key: u for u in updates(schedule, optimizer)}
         forwards = graphs("forward", schedules)
-        self.schedules, self.optimizer, self.fused = schedules, optimizer, fused
+        self.fused = fused
         self.graphs = [*forwards, *graphs("backward", schedules[::-1])]
         self.graphs += graphs("update", schedules) if optimizer is not None else []
         fresh = {key for graph in self.graphs for key in graph.fresh}
@@ -335,7 +276,10 @@ class Steps:
     """Adds the work of steps on a machine to queues."""
 
     def __init__(self, script: Script, hardware: Hardware) -> None:
-        self.graphs = [(g, g.amounts(hardware, fused=script.fused)) for g in script.graphs]
+        self.graphs = []
+        for graph in script.graphs:
+            amounts = _Amounts(graph, hardware, fused=script.fused)
+            self.graphs.append((graph, [amounts.of(item) for item in graph.items]))
         self.sets = script.sets
         self.given: dict[Handed, int] = {}  # value of an earlier graph -> the work that makes it
         self.returned: list[int] = []  # work that is done when the previous graph returns
@@ -358,10 +302,9 @@ class Steps:
             self.deferred += [first + at for at in graph.deferred]
             self.deferred += [self.given[what] for what in graph.awaited if what in self.given]
             if graph.name != "update":
-                behind = [i for i in added if queues.works[i].queue == graph.returns_behind]
+                self.returned = [i for i in added if queues.works[i].queue == graph.returns_after]
                 computes = [i for i in added if queues.works[i].queue == COMPUTE]
-                self.returned = behind[-1:]
-                last_compute = computes[-1:] or last_compute
+                self.returned, last_compute = self.returned[-1:], computes[-1:] or last_compute
         end = Work("update", "", COMPUTE, 0.0, list(self.returned), step)
         return queues.add(end)
 

@@ -9,18 +9,16 @@ updates from `megacompile.cost.optimizer`; the rates of copies and updates depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.queues import STREAMS, Queues
 from megacompile.cost.script import Script, Steps
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.text import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +42,18 @@ class Prediction:
     start_s: float  # start of that period
     critical_s: Mapping[Stream, float]  # of that period, by the stream on the critical path
     _run: Queues = field(repr=False, compare=False)
-    _memory: Callable[[], DeviceMemory] = field(repr=False, compare=False)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """Events of all steps, ordered by their ends."""
-        return _events(self._run)
-
-    @cached_property
-    def memory(self) -> DeviceMemory:
-        """Device memory over a step, which does not depend on the machine."""
-        return self._memory()
+        run, found = self._run, []
+        for i in sorted(range(len(run.works)), key=run.stop_s.__getitem__):
+            work = run.works[i]
+            start_s = run.start_s[i if work.since < 0 else work.since]
+            if work.label:
+                place = (work.graph, work.label, STREAMS[work.queue])
+                found.append(Event(*place, start_s, run.stop_s[i], work.step))
+        return tuple(found)
 
     @property
     def uses_host(self) -> bool:
@@ -62,41 +61,19 @@ class Prediction:
         irrelevant."""
         return self._run.uses_host
 
-    @property
-    def stop_s(self) -> float:
-        """End of the last step's period, seconds."""
-        return self.start_s + self.step_s
-
     def busy_s(self, stream: Stream) -> float:
         """Busy seconds of a stream in the last step's period."""
+        start_s, stop_s = self.start_s, self.start_s + self.step_s
         spans = ((e.start_s, e.stop_s) for e in self.events if e.stream is stream)
-        return sum(
-            max(0.0, min(stop, self.stop_s) - max(start, self.start_s)) for start, stop in spans
-        )
+        return sum(max(0.0, min(stop, stop_s) - max(start, start_s)) for start, stop in spans)
 
     @property
     def bound(self) -> Stream:
         """The stream that the step waits for the longest."""
         return max(Stream, key=lambda stream: self.critical_s.get(stream, 0.0))
 
-    def device_bytes(self) -> list[tuple[float, int]]:
-        """Device memory over the last step, as (time, bytes) at the start of each compute."""
-        last = max((e.step for e in self.events), default=0)
-        starts: dict[tuple[str, str], list[float]] = {}
-        for event in self.events:
-            if event.step == last:
-                starts.setdefault((event.graph, event.label), []).append(event.start_s)
-        found = []
-        for moment in self.memory.moments:
-            if times := starts.get((moment.graph, moment.label)):
-                found.append((times.pop(0), moment.total_bytes))
-        return sorted(found)
-
     def __str__(self) -> str:
-        lines = [
-            f"{self.step_s * 1e3:.1f} ms predicted, bound by {self.bound.value}, "
-            f"{format_bytes(self.memory.peak.total_bytes)} of device memory"
-        ]
+        lines = [f"{self.step_s * 1e3:.1f} ms predicted, bound by {self.bound.value}"]
         for stream in Stream:
             busy, critical = self.busy_s(stream), self.critical_s.get(stream, 0.0)
             if busy or stream.in_every_step:
@@ -144,18 +121,4 @@ def simulate_script(script: Script, hardware: Hardware, *, steps: int = 1) -> Pr
         start_s=start,
         critical_s=run.critical(last, start),
         _run=run,
-        _memory=partial(
-            device_memory, script.schedules, optimizer=script.optimizer, fused=script.fused
-        ),
     )
-
-
-def _events(run: Queues) -> tuple[Event, ...]:
-    found = []
-    for i in sorted(range(len(run.works)), key=run.stop_s.__getitem__):
-        work = run.works[i]
-        start_s = run.start_s[i if work.since < 0 else work.since]
-        if work.label:
-            stream = STREAMS[work.queue]
-            found.append(Event(work.graph, work.label, stream, start_s, run.stop_s[i], work.step))
-    return tuple(found)

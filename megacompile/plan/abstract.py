@@ -40,8 +40,8 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering, Options
 from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apart, unshare
 from megacompile.passes.stages.units import find_units
-from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler, SettledPlans
+from megacompile.plan.scenario import Planned
 from megacompile.plan.setting import Setting
 from megacompile.text import printable
 
@@ -52,15 +52,10 @@ def abstract_options(**given: Any) -> Options:
     Raises:
         OptionError: as `megacompile()` does.
     """
-    given = {"lowering": Lowering.INDUCTOR, "device": abstract_device(), **given}
-    return Options.resolve(**given)
-
-
-def abstract_device() -> torch.device:
-    """The current CUDA device, or the CPU if torch has no CUDA."""
+    device = torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Options.resolve(**{"lowering": Lowering.INDUCTOR, "device": device, **given})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class AbstractProgram:
         return self.plans.compiler
 
     def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
-        """The inputs of `schedule`, for `megacompile.plan.alternatives`."""
+        """The inputs of `schedule`, for `megacompile.plan.scenario`."""
         variant = Variant(
             tangents=expected_tangents(self.stages),
             keep_last=True,
@@ -98,29 +93,6 @@ class AbstractProgram:
         return self.plans.schedule(*self.planned(accumulate=accumulate, reuse=reuse))
 
 
-def abstract_schedules(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    options: Options | None = None,
-) -> list[Schedule]:
-    """Plan `model(*args, **kwargs)` and its backward: one schedule for each captured graph.
-
-    Args:
-        model: on any device, including `meta`; it is unchanged after the call.
-        args, kwargs: the model's inputs. Tensors may be on any device; their data is not read.
-        options: default: those of `megacompile(model)` on CUDA.
-
-    Raises:
-        ModelError: `model` is not a module, has no parameters, or no graph was captured.
-        UnsupportedGraphError: a captured graph cannot be scheduled.
-    """
-    programs = abstract_programs(model, args, kwargs, options=options)
-    last = programs[-1]  # its backward comes right after its forward
-    return [program.schedule(reuse=program is last) for program in programs]
-
-
 def abstract_programs(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -129,11 +101,17 @@ def abstract_programs(
     options: Options | None = None,
     hardware: Hardware | None = None,
 ) -> list[AbstractProgram]:
-    """Capture `model(*args, **kwargs)` on fake tensors; see `abstract_schedules`.
+    """Capture `model(*args, **kwargs)` on fake tensors: one program for each captured graph.
 
     Args:
+        model: on any device, including `meta`; it is unchanged after the call.
+        args, kwargs: the model's inputs. Tensors may be on any device; their data is not read.
+        options: default: those of `megacompile(model)` on CUDA.
         hardware: the machine to plan for; default: this one. If `options` do not limit device
             memory, plans may use all of the machine's except 5 % or 4 GiB, whichever is less.
+
+    Raises:
+        ModelError: `model` is not a module, has no parameters, or no graph was captured.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"to plan for: got {type(model).__name__}; needed a torch.nn.Module")

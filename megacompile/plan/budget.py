@@ -1,23 +1,28 @@
-"""The budgets of device memory and disk space for plans, and the problems that plans solve under
-them. The device's budget shrinks after an out-of-memory error."""
+"""The memory that plans may use, and the places that plans and uncaptured code want buckets to be
+in.
+
+The device's budget shrinks after an out-of-memory error.
+
+The first plan that reads a bucket decides about it, and all later plans keep that decision.
+Uncaptured code fetches every streamed bucket at each use and waits for it. So the buckets that it
+reads become resident if plans leave room. Half of the room is left for what such code computes,
+because no plan counts it. Only buckets that no plan has decided about are eligible, and a plan that
+reads one takes over the decision. They go back to where they were if a plan does not fit next to
+them or the device runs out of memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from megacompile.cost.memory import MemoryKind
-from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed_bytes
-from megacompile.ir.capture import Variant
-from megacompile.ir.plan import Choice, Placement, Places
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.plan import RESIDENT, BucketPlan, Choice, Placement, Places, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Activations, Lowering
-from megacompile.plan.drafts import Drafts
+from megacompile.options import Options
 from megacompile.plan.fit import device_table
-from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
-from megacompile.plan.wanted import OpenTo, WantedPlaces
 from megacompile.text import format_bytes
 
 _LESS = 0.9  # the next budget, if the largest plan ran out of memory: a share of its memory
@@ -96,111 +101,166 @@ class Budget:
         return device_table(problem, Choice(0, problem.here), problem.floor().peak)
 
 
-class Problems:
-    """Builds the problems of one model's captured graphs.
+_SHARE = 0.5  # of the room, for buckets; the rest is for the code's tensors
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTo:
+    """The decisions that a plan may make, as keys of buckets."""
+
+    residents: frozenset[int] = frozenset()  # may become resident
+    states: frozenset[int] = frozenset()  # states may move to the disk
+    weights: frozenset[int] = frozenset()  # weights may move to the disk
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """Buckets with any open decision; open weights imply open states."""
+        return self.residents | self.states
+
+    def closed(self, places: Places) -> Places:
+        """The decided part of a table."""
+        return Places.of(
+            places.resident - self.residents,
+            places.on_disk - self.states,
+            places.weights_on_disk - self.weights,
+        )
+
+
+class WantedPlaces:
+    """The wanted places of buckets; one instance is shared by all plans of a model.
 
     Args:
-        setting: the options, and the machine.
-        pipeline: builds the schedules to simulate.
-        budget: of device memory and disk.
-        wanted: the places that plans want buckets to be in.
+        options: of the model.
     """
 
-    def __init__(
-        self, setting: Setting, pipeline: Pipeline, budget: Budget, wanted: WantedPlaces
-    ) -> None:
-        self.setting = setting
-        self.pipeline = pipeline
-        self.budget = budget
-        self.wanted = wanted
-        self.trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._places: Places | None = None  # of plans; None: where the buckets are
+        self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have decided about
+        self._stored: frozenset[int] = frozenset()  # the same for states and weights
+        # The buckets that are resident because uncaptured code reads them.
+        self._home = BucketPlan(  # the place of a bucket that no plan has decided about
+            Tier.DISK if options.disk_weights else Tier.HOST,
+            Tier.HOST if options.disk is None else Tier.DISK,
+        )
+        self._bytes: dict[int, float] = {}  # device memory, by key
+        self._before: dict[int, BucketPlan] = {}  # where they were
+        self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
+        self._leaving: frozenset[int] = frozenset()  # keys of evicted ones
+        self._ended = False  # did the device run out of memory with them?
+        self._answer: tuple[Placement, Placement] | None = None  # the last question and answer
 
-    def open_to(
-        self,
-        open_to: OpenTo,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement,
-        others: Sequence[Schedule],
-    ) -> Problem:
-        """The problem of a plan to which only some decisions are open.
+    @property
+    def known(self) -> bool:
+        """True if a plan has decided where buckets should be."""
+        return self._places is not None
+
+    def places(self, now: Placement) -> Places:
+        """The wanted places of all buckets: those of plans, with the buckets of uncaptured code
+        resident and evicted ones back where they were. If nothing may move, only buckets of
+        uncaptured code that are on the device now are resident.
 
         Args:
-            schedule: from `Pipeline.differentiated`.
-            placement: where the model's buckets are.
-            others: drafts of the other captured graphs.
+            now: where the buckets are.
+        """
+        places = now.places if self._places is None else self._places
+        if now.stays:
+            return places.taken(now.places.resident.intersection(self._bytes), now.places)
+        places = places.taken(self._leaving & places.resident, Places(self._before))
+        return places.taken(self._bytes, Places(dict.fromkeys(self._bytes, RESIDENT)))
+
+    def placement(self, now: Placement) -> Placement:
+        """The wanted placement; weights stay if nothing may move."""
+        if self._answer is None or self._answer[0] is not now:
+            places = self.places(now)
+            if now.stays:
+                stored = now.places.weights_on_disk
+                places = Places.of(places.resident, places.on_disk, stored)
+            self._answer = now, now if places == now.places else replace(now, places=places)
+        return self._answer[1]
+
+    def open_to(self, schedule: Schedule, now: Placement, *, again: bool) -> OpenTo:
+        """The decisions that a captured graph's plan may make.
+
+        Args:
+            again: buckets that a plan made resident may leave the device.
         """
         own = frozenset(bucket.key for bucket in schedule.buckets)
-        if placement.accumulates:
-            variant = replace(variant, accumulate=True)  # needs the most memory
-        return replace(
-            self.of(schedule, variant, placement),
-            here=open_to.closed(placement.places.only(own)),
-            undecided=[b for b in schedule.buckets if b.key in open_to.residents],
-            storable=open_to.states,
-            others=others,
-            budget_bytes=self.budget_bytes(schedule, placement),
-        )
+        none = frozenset[int]()
+        stay = self.options.resident is not None or now.stays
+        reopened = self.places(now).resident if again else none
+        residents = none if stay else own - (self._decided - reopened)
+        states = none if self.options.disk is None else own - self._stored
+        move = self.options.may_store_weights and not now.stays
+        return OpenTo(residents, states, states if move else none)
 
-    def budget_bytes(self, schedule: Schedule, placement: Placement) -> int:
-        """Device memory for a graph and the other graphs."""
-        return self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
+    def decide(self, open_to: OpenTo, choice: Choice, now: Placement) -> None:
+        """Record a plan's decisions."""
+        if not open_to.keys:
+            return
+        self._answer = None
+        self._places = self.places(now).taken(open_to.keys, choice.places)
+        self._decided |= open_to.residents
+        self._stored |= open_to.states
+        self._asked |= open_to.residents
+        self._leaving -= open_to.residents
+        for key in open_to.residents:
+            self._bytes.pop(key, None)
 
-    def of(
-        self,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement | None = None,
-    ) -> Problem:
-        """The problem that a plan solves.
+    def set(self, places: Places) -> None:
+        """Want these places, regardless of earlier decisions."""
+        self._places, self._answer = places, None
+
+    def forget(self) -> None:
+        """Want every bucket to stay where it is."""
+        self._places = self._answer = None
+
+    def reopen(self) -> None:
+        """Open all decisions again."""
+        self._decided = self._stored = frozenset()
+
+    # For uncaptured code.
+
+    def is_open(self, bucket: Bucket) -> bool:
+        """True if no plan has decided about a bucket, and `take` was not asked about it."""
+        return not self._ended and bucket.key not in self._decided | self._asked
+
+    def take(self, sizes: Mapping[int, float], room_bytes: int, now: Placement) -> None:
+        """Make buckets that uncaptured code reads resident, as many as fit: current residents
+        first, then the others in order.
 
         Args:
-            schedule: from `Pipeline.differentiated`.
-            placement: where the buckets of the model are. Default: on the host.
+            sizes: bucket key -> bytes on the device, with gradients and states.
+            room_bytes: the device memory that plans leave.
         """
-        placement = placement or Placement()
-        cost = self.setting.cost()
-        accumulates = cost.in_backward and (variant.accumulate or not variant.update)
-        moves = self.setting.options.resident is None and not placement.stays
-        wanted = self.wanted.places(placement)
-        on_host, on_disk = self._elsewhere_bytes(schedule, wanted, accumulates)
-        disk_bytes = self.budget.disk_bytes()
-        return Problem(
-            drafts=Drafts(self.pipeline, schedule, variant),
-            buckets=schedule.buckets,
-            stages=sum(stage.traced.has_backward for stage in schedule.stages),
-            hardware=self.setting.rates(),
-            optimizer=cost,
-            accumulates=accumulates,
-            gradients_stay=(variant.accumulate or not moves) and not cost.in_backward,
-            disk_weights=bool(self.setting.options.disk_weights),
-            disk_saved=self.setting.options.disk_saved,
-            offloads=self.setting.options.activations is Activations.OFFLOAD,
-            budget_bytes=self.budget.size_bytes(),
-            host_budget_bytes=self.setting.host_budget_bytes(),
-            elsewhere_bytes=on_host,
-            disk_budget_bytes=None if disk_bytes is None else max(0, disk_bytes - on_disk),
-            fused=self.setting.options.lowering is Lowering.INDUCTOR,
-            trained=schedule.gradient_params,
-        )
+        self._asked |= sizes.keys()
+        self._answer = None
+        left, resident = _SHARE * room_bytes - self.uncaptured_bytes(), now.places.resident
+        for key in sorted(sizes, key=lambda key: key not in resident):
+            if key in resident or sizes[key] <= left:
+                self._bytes[key] = sizes[key]
+                self._before[key] = self._home if key in resident else now.places[key]
+                left -= sizes[key]
 
-    def _elsewhere_bytes(
-        self, schedule: Schedule, wanted: Places, accumulates: bool
-    ) -> tuple[int, int]:
-        """Known bytes on the host and on the disk of the buckets that a captured graph does not
-        read."""
-        own = {bucket.key for bucket in schedule.buckets} | wanted.resident
-        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in own)
-        cost = self.setting.cost()
-        on_host, on_disk = 0.0, 0
-        for bucket in others:
-            trained = self.trained.get(bucket.key, ())
-            kinds = streamed_bytes(bucket, trained, cost, accumulates=accumulates)
-            if bucket.key in wanted.on_disk:
-                on_disk += stored_bytes(bucket, trained, cost)
-                kinds.pop(MemoryKind.STATES)
-            if self.setting.options.disk_weights or bucket.key in wanted.weights_on_disk:
-                on_disk += stored_weights_bytes(bucket)
-                kinds.pop(MemoryKind.PARAMETERS)
-            on_host += sum(kinds.values())
-        return int(on_host), on_disk
+    def uncaptured_bytes(self) -> int:
+        """Device memory of the buckets that are resident for uncaptured code."""
+        return int(sum(self._bytes.values()))
+
+    def bytes_next_to(self, schedule: Schedule, now: Placement) -> int:
+        """The part of `uncaptured_bytes` that a captured graph does not read."""
+        own = {bucket.key for bucket in schedule.buckets}
+        keys = self.places(now).resident.intersection(self._bytes).difference(own)
+        return int(sum(self._bytes[key] for key in keys))
+
+    def leave(self) -> None:
+        """Evict the buckets of uncaptured code, because a plan does not fit next to them."""
+        self._leaving = self._leaving.union(self._bytes)
+        self._bytes.clear()
+        self._answer = None
+
+    def end(self) -> bool:
+        """Evict the buckets of uncaptured code for good, because the device ran out of memory; True
+        if there were any."""
+        some, self._ended = bool(self._bytes), True
+        self.leave()
+        return some

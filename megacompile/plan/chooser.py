@@ -8,31 +8,30 @@ and gets the same result.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megacompile.cost.hardware import pageable_words
-from megacompile.cost.memory import device_memory
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.cost.ops import computes_s
+from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Variant
-from megacompile.ir.plan import Choice, Placement
+from megacompile.ir.plan import Choice, Placement, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
-from megacompile.plan.budget import Budget, Problems
-from megacompile.plan.fit import TOLERANCE, TRIED, device_refusal, device_short, host_refusal
+from megacompile.plan.budget import Budget, OpenTo, WantedPlaces
+from megacompile.plan.drafts import Drafts
+from megacompile.plan.fit import TOLERANCE, TRIED, refusal, short
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import SearchResult
-from megacompile.plan.problem import Problem
-from megacompile.plan.searches import Searches, nearest, search_with_weights, stay_that_fit
+from megacompile.plan.planner import Searches, SearchResult, nearest, stay_that_fit
+from megacompile.plan.problem import DEVICE, Problem
 from megacompile.plan.setting import Setting
-from megacompile.plan.wanted import OpenTo, WantedPlaces
 from megacompile.text import format_bytes
 
 _Stages = tuple[Stage, ...]  # from `Pipeline.partition`; they identify a captured graph
@@ -68,12 +67,6 @@ class _Planned:
         """A draft, to account for its memory."""
         return self.problem.drafts.of(self.found.choice)
 
-    def leaves_memory_for_gradients(self) -> bool:
-        """True if it also fits when a forward starts with gradients of resident buckets on the
-        device."""
-        problem = replace(self.problem, gradients_stay=True)
-        return problem.peak_bytes(self.found.choice) <= problem.budget_bytes
-
 
 class Chooser:
     """Searches for choices and caches them.
@@ -89,15 +82,13 @@ class Chooser:
         self.pipeline = pipeline
         self.budget = budget
         self.wanted = WantedPlaces(setting.options)
-        self.problems = Problems(setting, pipeline, budget, self.wanted)
+        self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._searches = Searches(setting)
         self._chosen: dict[Schedule, PlanChoice] = {}  # by the captured graph's stages
         self._stay_now = False  # do buckets stay in slots because memory allows it?
         self._no_stay = False  # did that run out of memory?
         self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
-        self._last_problems: dict[_Stages, Problem] = {}  # the last one searched
         self._nearest: dict[_Stages, Choice] = {}  # the closest choice, if nothing fits
-        self._elsewhere: dict[_Stages, Choice] = {}  # the choices for other budgets
 
     def choose(
         self,
@@ -108,18 +99,8 @@ class Chooser:
         *,
         again: bool = False,
     ) -> PlanChoice:
-        """The choice for these stages; the first call searches.
-
-        Args:
-            stages: from `Pipeline.partition`.
-            schedule: the same, from `Pipeline.differentiated`.
-            placement: where the buckets are.
-            again: buckets that a plan for smaller inputs made resident may leave the device.
-
-        Raises:
-            DeviceMemoryError: no plan fits on the device.
-            HostMemoryError: no plan that fits on the device fits on the host.
-        """
+        """The choice for these stages; the first call searches. `schedule` is the same, from
+        `Pipeline.differentiated`; see `PassCompiler.choose`."""
         places = placement.places
         if schedule.backward is None:
             stay = self._stay(schedule, placement)
@@ -153,13 +134,8 @@ class Chooser:
         variant: Variant,
         placement: Placement,
     ) -> bool:
-        """Choose to run several stages as one, if that fits; returns True if it does.
-
-        Args:
-            stages: stages that `may_merge` accepts.
-            whole: the same graph as one stage.
-            schedule: the same, from `Pipeline.differentiated`.
-        """
+        """Choose to run stages that `may_merge` accepts as one (`whole`, and `schedule` from
+        `Pipeline.differentiated`), if that fits; returns True if it does."""
         problem = self._problem(whole, schedule, variant, placement, OpenTo())
         choice = Choice(places=problem.here)
         if not problem.fits(choice):
@@ -172,51 +148,27 @@ class Chooser:
             f"{format_bytes(problem.budget_bytes)}; {step_s * 1e3:.0f} ms a step predicted",
         )
         found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
-        self._planned.pop(whole.stages, None)
-        planned = _Planned(problem, found, decided=False, merged=stages.stages)
-        self._planned[whole.stages] = planned
+        self._planned.pop(whole.stages, None)  # the new one comes last
+        self._planned[whole.stages] = _Planned(problem, found, decided=False, merged=stages.stages)
         self._chosen[whole] = PlanChoice(choice, self._reasons(problem, found, placement))
         return True
-
-    def learn(self, other: Chooser) -> None:
-        """Reuse the predictions of a chooser with slightly different budgets; searches start near
-        its choices."""
-        self._last_problems |= other._last_problems
-        self._elsewhere = {key: planned.found.choice for key, planned in other._planned.items()}
-
-    def host_too_small(self, stages: Schedule) -> bool:
-        """True if host memory ruled out a candidate in the last search, or there was no search."""
-        problem = self._last_problems.get(stages.stages)
-        return problem is None or problem.tiers.host_too_small
 
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
         """Note that uncaptured code reads these buckets. Those that no plan has decided about
-        become resident, as memory allows.
-
-        Args:
-            trained: the parameters that get a gradient: bucket key -> indices.
-            placement: where the buckets are.
-        """
+        become resident, as memory allows. `trained` has the parameters that get a gradient, bucket
+        key -> indices."""
         options = self.setting.options
-        if (
-            options.resident is not None
-            or placement.stays
-            or not self.setting.plans
-            or options.ranks > 1
-        ):
+        may_move = options.resident is None and not placement.stays and options.ranks == 1
+        if not (may_move and self.setting.plans):
             return
         read = frozenset[int]().union(*(planned.keys for planned in self._planned.values()))
-        cost = replace(self.setting.cost(), in_backward=False)  # gradients stay until a step
-
-        def size(bucket: Bucket) -> float:
-            return cost.resident_bytes(bucket, trained.get(bucket.key, ()))
-
-        def room_bytes() -> float:
-            return self.budget.size_bytes() - self._peak_bytes()
-
-        self.wanted.note_fetches(buckets, read, size, room_bytes, placement)
+        new = [b for b in buckets if b.key not in read and self.wanted.is_open(b)]
+        if new:
+            cost = replace(self.setting.cost(), in_backward=False)  # gradients stay until a step
+            sizes = {b.key: cost.resident_bytes(b, trained.get(b.key, ())) for b in new}
+            self.wanted.take(sizes, self.budget.size_bytes() - self._peak_bytes(), placement)
 
     def _peak_bytes(self) -> int:
         """Peak device memory of all plans together."""
@@ -239,69 +191,121 @@ class Chooser:
         *,
         again: bool,
     ) -> PlanChoice:
-        """Search, cache the result, and place the buckets that no plan has decided about."""
+        """Search, cache the result, and place the buckets that no plan has decided about.
+
+        Falls back until a plan fits: one without the buckets of uncaptured code; one with
+        parameters on the disk; one that ignores other graphs; one with fewer states in host memory;
+        the smallest one.
+        """
         self.budget.agree()
         open_to = self.wanted.open_to(schedule, placement, again=again)
+        everywhere = self._searches.everywhere
         problem = self._problem(stages, schedule, variant, placement, open_to)
-        found = before = self._earlier_result(stages, problem)
-        if found is None:
-            found = self._search_again(stages, problem)
+        before = self._earlier_result(stages, problem)
+        found = before or everywhere(problem)
         if found is None and problem.budget_bytes < self.budget.size_bytes():
             self.wanted.leave()
             problem = self._problem(stages, schedule, variant, placement, open_to)
-            found = self._search_again(stages, problem)
-        weights = bool(open_to.weights) and before is None
-        problem, found = self._search(stages, problem, found, weights=weights)
-        self.problems.trained |= schedule.gradient_params
+            found = everywhere(problem)
+        if open_to.weights and before is None:
+            problem, found = self._searches.with_weights(problem, found)
+        if found is None and problem.others:  # and no bucket moves
+            problem = replace(problem, others=(), undecided=())
+            found = everywhere(problem)
+        if found is None:
+            found = self._searches.with_fewer_states(problem) or self._too_small(stages, problem)
+        self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
+        for key, planned in list(self._planned.items()):  # the last plan, even if merged
+            if stages.stages in (key, planned.merged):
+                del self._planned[key]
         decides = bool(open_to.keys) or found is before
-        self._drop_planned(stages)
         self._planned[stages.stages] = _Planned(problem, found, decides)
         self.wanted.decide(open_to, found.choice, placement)
         return PlanChoice(found.choice, self._reasons(problem, found, placement))
 
-    def _drop_planned(self, stages: Schedule) -> None:
-        """Forget the last plan of these stages, even if it runs them as one."""
-        for key, planned in list(self._planned.items()):
-            if stages.stages in (key, planned.merged):
-                del self._planned[key]
+    def _budget_bytes(self, schedule: Schedule, placement: Placement) -> int:
+        """Device memory for a graph and the other graphs."""
+        return self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
 
-    def _search_again(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        """Search again; None: nothing fits."""
-        self._last_problems[stages.stages] = problem
-        return self._searches.near(problem, self._elsewhere.get(stages.stages))
+    def problem(
+        self,
+        schedule: Schedule,
+        variant: Variant,
+        placement: Placement | None = None,
+        open_to: OpenTo | None = None,
+        others: Sequence[Schedule] = (),
+    ) -> Problem:
+        """The problem that a plan solves.
 
-    def _search(
-        self, stages: Schedule, problem: Problem, found: SearchResult | None, *, weights: bool
-    ) -> tuple[Problem, SearchResult]:
-        """Fall back until a plan fits: `found`; a plan with parameters on the disk (if `weights`);
-        one that ignores other graphs; one with fewer states in host memory; the smallest plan.
-
-        Returns:
-            The problem that was finally solved, and its result.
+        Args:
+            schedule: from `Pipeline.differentiated`.
+            placement: where the buckets of the model are. Default: on the host.
+            open_to: the decisions that the plan may make. Default: all.
+            others: drafts of the other captured graphs.
         """
-        near = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
-        if weights:
-            problem, found = search_with_weights(problem, found, near)
-        if found is None and problem.others:  # and no bucket moves
-            problem = replace(problem, others=(), undecided=())
-            found = self._searches.everywhere(problem)
-        if found is None:
-            found = self._searches.with_fewer_states(problem)
-        if found is None:
-            found = self._too_small(stages, problem)
-        return problem, found
+        placement = placement or Placement()
+        if placement.accumulates:
+            variant = replace(variant, accumulate=True)  # needs the most memory
+        cost, options = self.setting.cost(), self.setting.options
+        own = frozenset(bucket.key for bucket in schedule.buckets)
+        open_to = open_to or OpenTo(own, own, own)
+        accumulates = cost.in_backward and (variant.accumulate or not variant.update)
+        moves = options.resident is None and not placement.stays
+        wanted = self.wanted.places(placement)
+        on_host, on_disk = self._elsewhere_bytes(schedule, wanted, accumulates)
+        disk_bytes = self.budget.disk_bytes()
+        return Problem(
+            drafts=Drafts(self.pipeline, schedule, variant),
+            buckets=schedule.buckets,
+            stages=sum(stage.traced.has_backward for stage in schedule.stages),
+            hardware=self.setting.rates(),
+            optimizer=cost,
+            here=open_to.closed(placement.places.only(own)),
+            undecided=[b for b in schedule.buckets if b.key in open_to.residents],
+            storable=open_to.states,
+            others=others,
+            accumulates=accumulates,
+            gradients_stay=(variant.accumulate or not moves) and not cost.in_backward,
+            disk_weights=bool(options.disk_weights),
+            disk_saved=options.disk_saved,
+            offloads=options.activations is Activations.OFFLOAD,
+            budget_bytes=self._budget_bytes(schedule, placement),
+            host_budget_bytes=self.setting.host_budget_bytes(),
+            elsewhere_bytes=on_host,
+            disk_budget_bytes=None if disk_bytes is None else max(0, disk_bytes - on_disk),
+            fused=options.lowering is Lowering.INDUCTOR,
+            trained=schedule.gradient_params,
+        )
+
+    def _elsewhere_bytes(
+        self, schedule: Schedule, wanted: Places, accumulates: bool
+    ) -> tuple[int, int]:
+        """Known bytes on the host and on the disk of the buckets that a captured graph does not
+        read."""
+        own = {bucket.key for bucket in schedule.buckets} | wanted.resident
+        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in own)
+        cost = self.setting.cost()
+        on_host, on_disk = 0.0, 0
+        for bucket in others:
+            trained = self._trained.get(bucket.key, ())
+            kinds = streamed_bytes(bucket, trained, cost, accumulates=accumulates)
+            if bucket.key in wanted.on_disk:
+                on_disk += stored_bytes(bucket, trained, cost)
+                kinds.pop(MemoryKind.STATES)
+            if self.setting.options.disk_weights or bucket.key in wanted.weights_on_disk:
+                on_disk += stored_weights_bytes(bucket)
+                kinds.pop(MemoryKind.PARAMETERS)
+            on_host += sum(kinds.values())
+        return int(on_host), on_disk
 
     def _reasons(
         self, problem: Problem, found: SearchResult, placement: Placement
     ) -> tuple[str, ...]:
-        """The reasons of the plan."""
-        reasons = found.reasons
-        if words := pageable_words(problem.hardware, problem.host_bytes(found.choice)):
-            reasons = (*reasons, words)
+        words = [pageable_words(problem.hardware, problem.host_bytes(found.choice))]
         if placement.stays and self.setting.options.resident is None:
-            reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
-        return reasons
+            words.append(f"buckets stay where they are: {placement.stays}")
+        return (*found.reasons, *filter(None, words))
 
     def _problem(
         self,
@@ -311,20 +315,11 @@ class Chooser:
         placement: Placement,
         open_to: OpenTo,
     ) -> Problem:
-        """The problem to solve, with the known costs of these stages."""
-        own = frozenset(bucket.key for bucket in schedule.buckets)
-        others = self._others(stages, own)
-        problem = self.problems.open_to(open_to, schedule, variant, placement, others)
-        if (known := self._last_problems.get(stages.stages)) is not None:
-            problem.learn(known)
-        return problem
-
-    def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
-        """Drafts of the other captured graphs."""
+        """The problem to solve, next to drafts of the other captured graphs."""
+        own = {bucket.key for bucket in schedule.buckets}
         every = self._planned.items()
-        return self._latest(
-            [each for key, each in every if key != stages.stages and each.keys != own]
-        )
+        others = [each for key, each in every if key != stages.stages and each.keys != own]
+        return self.problem(schedule, variant, placement, open_to, self._latest(others))
 
     @staticmethod
     def _latest(every: Sequence[_Planned]) -> tuple[Schedule, ...]:
@@ -337,30 +332,23 @@ class Chooser:
         return tuple(planned.schedule for planned in latest.values())
 
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
-        """Nothing fits: use the smallest plan if its excess is within the error of predictions.
-
-        Raises:
-            DeviceMemoryError: the device is too small by more than that.
-            HostMemoryError: the host is too small.
-        """
+        """Nothing fits: use the smallest plan if its excess is within the error of predictions,
+        else raise `DeviceMemoryError` or `HostMemoryError`."""
         problem, tiles = self._searches.smallest(problem)
-        choice = replace(problem.tightest(), tiles=tiles)
-        little = problem.peak_bytes(choice) <= TOLERANCE * problem.budget_bytes
-        if not (little and problem.fits_host(choice)):
+        choice, most = replace(problem.tightest(), tiles=tiles), TOLERANCE * problem.budget_bytes
+        if problem.peak_bytes(choice) > most or not problem.fits_host(choice):
             choice = replace(nearest(problem), tiles=tiles)
             self._nearest[stages.stages] = choice
-        if not problem.fits_host(choice):
-            self.wanted.set(choice.places)
-            raise HostMemoryError(host_refusal(problem, choice, self.setting.options.disk_weights))
-        peak = problem.memory(choice).peak
-        if peak.total_bytes > TOLERANCE * problem.budget_bytes:
-            if not self.wanted.known:
+        peak_bytes, fits_host = problem.peak_bytes(choice), problem.fits_host(choice)
+        if peak_bytes > most or not fits_host:
+            if not (fits_host and self.wanted.known):
                 self.wanted.set(choice.places)
-            raise DeviceMemoryError(device_refusal(problem, choice, peak))
-        over = peak.total_bytes > problem.budget_bytes
-        short = device_short(peak.total_bytes, problem.budget_bytes)
-        reasons = (f"{short}: {TRIED}" if over else "no other plan fits",)
-        return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
+            kind = DeviceMemoryError if fits_host else HostMemoryError
+            raise kind(refusal(problem, choice, self.setting.options.disk_weights))
+        device = short(DEVICE, peak_bytes, problem.budget_bytes)
+        over = peak_bytes > problem.budget_bytes
+        reasons = (f"{device}: {TRIED}" if over else "no other plan fits",)
+        return SearchResult(choice, math.inf, peak_bytes, 0, reasons)
 
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
         """Number of streamed buckets that stay in slots between forwards without a backward."""
@@ -374,8 +362,8 @@ class Chooser:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
             return 0
-        budget_bytes = int(_SHARE * self.problems.budget_bytes(schedule, placement))
-        count = stay_that_fit(self.pipeline, self.setting, schedule, placement.places, budget_bytes)
+        size = int(_SHARE * self._budget_bytes(schedule, placement))
+        count = stay_that_fit(self.pipeline, self.setting, schedule, placement.places, size)
         self._stay_now |= count > 0
         return count
 
@@ -384,9 +372,8 @@ class Chooser:
         before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None
-        if before.found.choice.places != problem.here:
-            return None
-        return before.found if problem.fits(before.found.choice) else None
+        choice = before.found.choice
+        return before.found if choice.places == problem.here and problem.fits(choice) else None
 
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""
@@ -420,7 +407,11 @@ class Chooser:
         """Expect forwards to start with gradients of resident buckets on the device. If a plan
         leaves no memory for them, everything is chosen again and the result is True. No backward
         may be pending."""
-        if all(planned.leaves_memory_for_gradients() for planned in self._planned.values()):
+        for each in self._planned.values():
+            problem = replace(each.problem, gradients_stay=True)
+            if problem.peak_bytes(each.found.choice) > problem.budget_bytes:
+                break
+        else:
             return False
         self.wanted.reopen()
         self.forget()
@@ -428,11 +419,7 @@ class Chooser:
 
     def retain(self, stages: Collection[Schedule]) -> None:
         """Forget the choices of all stages except these."""
-        for key in [key for key in self._chosen if key not in stages]:
-            del self._chosen[key]
+        self._chosen = {key: each for key, each in self._chosen.items() if key in stages}
         kept = {each.stages for each in stages}
-        known = (self._planned, self._last_problems, self._nearest, self._elsewhere)
-        remembered: dict[_Stages, Any]
-        for remembered in known:
-            for each in [each for each in remembered if each not in kept]:
-                del remembered[each]
+        self._planned = {key: each for key, each in self._planned.items() if key in kept}
+        self._nearest = {key: each for key, each in self._nearest.items() if key in kept}

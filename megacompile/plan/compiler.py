@@ -75,7 +75,6 @@ class PassCompiler:
         budget_bytes: int,
         host_bytes: int | None = None,
         disk_budget_bytes: int | None = None,
-        same: bool = False,
     ) -> PassCompiler:
         """A compiler that plans the same model from scratch with other options, sharing the traced
         code.
@@ -84,12 +83,10 @@ class PassCompiler:
             host_bytes: default: the same.
             disk_budget_bytes: default: the same. The disk is not queried again, because this model
                 may have filled it meanwhile.
-            same: only the budgets differ, so that predictions remain valid and the search starts
-                near the current plan.
         """
         if host_bytes is None:
             host_bytes = self.setting.host_bytes
-        made = PassCompiler(
+        return PassCompiler(
             replace(
                 self.setting, options=options, hardware=hardware, host_bytes=host_bytes, least=None
             ),
@@ -98,10 +95,6 @@ class PassCompiler:
             disk_budget_bytes=disk_budget_bytes or self.budget.disk_bytes(),
             templates=self.pipeline.templates,
         )
-        if same:
-            made._last = self._last
-            made.chooser.learn(self.chooser)
-        return made
 
     def partition(self, capture: Capture) -> Schedule:
         """Divide a captured graph into stages."""

@@ -29,16 +29,9 @@ class Drafts:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        graphs: Schedule,
-        variant: Variant,
-        tiles: int | None = None,
+        self, pipeline: Pipeline, graphs: Schedule, variant: Variant, tiles: int | None = None
     ) -> None:
-        self.pipeline = pipeline
-        self.graphs = graphs
-        self.variant = variant
-        self.tiles = tiles
+        self.pipeline, self.graphs, self.variant, self.tiles = pipeline, graphs, variant, tiles
         self._bundled: Schedule | None = None  # `graphs` in tiles, the start of every draft
         self._saving: dict[Choice, Schedule] = {}  # the latest in which saved tensors wait
         self._waiting: dict[Choice, list[tuple[int, int]]] = {}
@@ -77,12 +70,6 @@ class Drafts:
                 del self._saving[next(iter(self._saving))]
             self._saving[key] = self.pipeline.saving(self._with_plan(key), bundle=True)
         return self._saving[key]
-
-    def learn(self, other: Drafts) -> None:
-        """Reuse known sizes from drafts of the same graphs with the same options."""
-        mine, its = ((d.graphs, d.variant.keep_last, d.tiles) for d in (self, other))
-        if mine == its:
-            self._waiting.update(other._waiting)
 
     def _as_here(self, choice: Choice) -> Choice:
         tiles = choice.tiles if self.tiles is None else self.tiles

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from megacompile.cost.memory import MemoryKind
 from megacompile.cost.rank_rates import FELT
-from megacompile.plan.findings import DiskTraffic, Findings, SlowRank
+from megacompile.plan.findings import DiskTraffic, Findings
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
-from megacompile.views.critical_path import NONE, LastRank
+from megacompile.views.critical_path import NONE
 
 _ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown
@@ -204,40 +204,33 @@ def traced_waits_text(found: Findings) -> str:
 def _slowest_lines(found: Findings) -> list[str]:
     """The ranks that the others wait for, by their rates and in a trace; [] if the effect is
     small."""
-    several, last = len(found.hosts) > 1, found.last_rank
-    lines = [_slow_text(each, with_host=several) for each in found.slow_ranks if each.matters]
+
+    def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+        where = f" (host {', '.join(hosts)})" if len(found.hosts) > 1 else ""
+        return ", ".join(map(str, ranks)) + where
+
+    lines = []
+    for slow in found.slow_ranks:
+        rate, reach = slow.rate, "take" if slow.rate.unit == "us" else "reach"
+        if slow.matters:
+            lines.append(
+                f"{named(rate.ranks, rate.hosts)}: {rate.name} at {rate.value:.3g} {rate.unit} "
+                f"while the others {reach} {rate.median:.3g}; at their rate a step would be "
+                f"{slow.shorter:.0%} shorter"
+            )
+    last = found.last_rank
     if last is not None and last.waited_s > FELT * last.step_s:
-        lines.append(_last_text(last, with_host=several))
-    return lines
-
-
-def _slow_text(slow: SlowRank, *, with_host: bool) -> str:
-    """ "3 (host b): matrix products at 610 TFLOP/s while the others reach 655; ..."."""
-    rate = slow.rate
-    who = ", ".join(map(str, rate.ranks)) + _hosts(rate.hosts if with_host else ())
-    reach = "take" if rate.unit == "us" else "reach"
-    return (
-        f"{who}: {rate.name} at {rate.value:.3g} {rate.unit} while the others {reach} "
-        f"{rate.median:.3g}; at their rate a step would be {slow.shorter:.0%} shorter"
-    )
-
-
-def _last_text(last: LastRank, *, with_host: bool) -> str:
-    """ "3 (host b) came last in 5 of 6 traced steps: ..."."""
-    who = f"{last.rank}" + _hosts((last.host,) if with_host else ())
-    if last.lane == NONE:
         why = "none of its recorded ops takes longer than the others': its host has other work"
-    else:
-        why = (
-            f"its {last.lane} is busy for {duration(last.busy_s)} a step, the others' for "
-            f"{duration(last.others_busy_s)}"
+        if last.lane != NONE:
+            why = (
+                f"its {last.lane} is busy for {duration(last.busy_s)} a step, the others' for "
+                f"{duration(last.others_busy_s)}"
+            )
+        lines.append(
+            f"{named([last.rank], [last.host])} came last in {last.steps} of {last.of} traced "
+            f"steps: {why}; the others wait {duration(last.waited_s)} a step longer in collectives"
         )
-    waits = f"the others wait {duration(last.waited_s)} a step longer in collectives"
-    return f"{who} came last in {last.steps} of {last.of} traced steps: {why}; {waits}"
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    return f" (host {', '.join(hosts)})" if hosts else ""
+    return lines
 
 
 def _disk_lines(traffic: DiskTraffic) -> list[str]:

@@ -17,8 +17,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ParamRef, Stage
 from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
-from megacompile.plan.alternatives import Change
-from megacompile.plan.scenario import Scenario
+from megacompile.plan.scenario import Change, Scenario
 from megacompile.text import printable, short_count
 from megacompile.views.critical_path import (
     NONE,
@@ -96,10 +95,6 @@ class Busy:
     traced_s: float | None  # per step; None: no trace
     traced_waited_s: float | None  # the same of a traced step
 
-    @property
-    def works(self) -> bool:
-        return bool(self.predicted_s or self.traced_s)
-
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
@@ -172,8 +167,8 @@ class Findings:
             model: name of its class.
             parameters: its number of parameters.
             traced: a trace of whole steps; the first is ignored if there are more.
-            changes: from `megacompile.plan.alternatives.changes`.
-            budgets: from `megacompile.plan.alternatives.budgets`.
+            changes: from `megacompile.plan.scenario.changes`.
+            budgets: from `megacompile.plan.scenario.budgets`.
             locked_bytes: page-locked host memory. Default: as much as the limit allows, if it is
                 known.
             numa_node: the one near the GPU if there are several: "1 of 2".
@@ -275,17 +270,15 @@ class Findings:
 
 def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...]:
     """A row for compute, for each direction of copies, and for every other stream with work."""
-    rows = {
-        lane: Busy(
-            lane.value,
-            timeline.busy_s(lane),
-            timeline.critical_s.get(lane, 0.0),
-            None if steps is None else steps.busy_s.get(lane.value, 0.0),
-            None if steps is None else steps.waited_s.get(lane.value, 0.0),
-        )
-        for lane in Stream
-    }
-    return tuple(row for lane, row in rows.items() if row.works or lane.in_every_step)
+    found = []
+    for lane in Stream:
+        name, busy_s = lane.value, timeline.busy_s(lane)
+        traced_s = None if steps is None else steps.busy_s.get(name, 0.0)
+        waited_s = None if steps is None else steps.waited_s.get(name, 0.0)
+        if busy_s or traced_s or lane.in_every_step:
+            critical_s = timeline.critical_s.get(lane, 0.0)
+            found.append(Busy(name, busy_s, critical_s, traced_s, waited_s))
+    return tuple(found)
 
 
 def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ...]:
@@ -343,7 +336,7 @@ def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, .
 
 # Stages that are alike share a row. Two kinds that alternate get two rows: `0 2 4` and `1 3 5`.
 
-_Alike = tuple[int, str, tuple[float, ...]]  # template, treatment, seconds
+_COMPUTES = ("forward", "recompute", "backward")
 
 
 def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
@@ -353,46 +346,28 @@ def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
     order = {id(template): index for index, template in enumerate(templates)}
     found: list[StageGroup] = []
     for graph, schedule in enumerate(now.schedules, start=1):
-        times = _seconds(schedule, now)
-        rows: list[tuple[_Alike, list[Stage]]] = []
+        times: dict[tuple[int, str], float] = {}  # seconds by stage index and compute
+        for nodes in schedule.graphs.values():
+            for node in ops.nodes_that(nodes, lambda op: op.code):
+                stage: Stage = ops.arguments(node)[0]
+                time_s = node_s(node, now.hardware, fused=now.fused)
+                times[stage.index, ops.effects(node).name] = time_s
+        rows: list[tuple[tuple[Any, ...], list[Stage]]] = []
         for stage in schedule.stages:
-            mine = tuple(times.get((stage.index, name), 0.0) for name in _COMPUTES)
-            alike = order[id(stage.traced)], _treatment(schedule, stage), mine
+            mine = (times.get((stage.index, name), 0.0) for name in _COMPUTES)
+            alike = order[id(stage.traced)], _treatment(schedule, stage), *mine
             row = next((stages for known, stages in rows[-2:] if known == alike), None)
             if row is None:
                 rows.append((alike, [stage]))
             else:
                 row.append(stage)
-        found += [_group(graph, alike, stages) for alike, stages in rows]
+        for (template, *treated), stages in rows:
+            first, last = stages[0], stages[-1]
+            names = first.name if first is last else f"{first.name} ... {last.name}"
+            which = (graph, first.index, last.index, len(stages), printable(names), template)
+            size_bytes = sum(bucket.size_bytes for bucket in first.buckets)
+            found.append(StageGroup(*which, size_bytes, *treated))
     return tuple(found)
-
-
-def _group(graph: int, alike: _Alike, stages: Sequence[Stage]) -> StageGroup:
-    (template, treatment, times), first, last = alike, stages[0], stages[-1]
-    return StageGroup(
-        graph,
-        first.index,
-        last.index,
-        len(stages),
-        printable(first.name if first is last else f"{first.name} ... {last.name}"),
-        template,
-        sum(bucket.size_bytes for bucket in first.buckets),
-        treatment,
-        *times,
-    )
-
-
-_COMPUTES = ("forward", "recompute", "backward")
-
-
-def _seconds(schedule: Schedule, now: Scenario) -> dict[tuple[int, str], float]:
-    """Seconds by stage index and compute."""
-    found: dict[tuple[int, str], float] = {}
-    for graph in schedule.graphs.values():
-        for node in ops.nodes_that(graph, lambda op: op.code):
-            stage: Stage = ops.arguments(node)[0]
-            found[stage.index, ops.effects(node).name] = node_s(node, now.hardware, fused=now.fused)
-    return found
 
 
 def _treatment(schedule: Schedule, stage: Stage) -> str:

@@ -11,16 +11,18 @@ Nothing is decided here. Traced templates and the stages of the latest captures 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megacompile import log, notices
 from megacompile.beside import compile_pool
 from megacompile.cost.places import stored_bytes
+from megacompile.ir import ops
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.plan import Choice, Plan, Tier
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.calls import (
@@ -68,7 +70,6 @@ from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.passes.stages.writes import find_writes, has_own_backwards
 from megacompile.passes.stages.zeros import settle_strides
-from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
 
@@ -94,11 +95,8 @@ class Pipeline:
         self._partitioned: list[tuple[tuple[Capture, bool], Schedule]] = []  # the latest
 
     def partition(self, capture: Capture, *, whole: bool = False) -> Schedule:
-        """Divide a graph into stages; cached, because a call starts over after buckets have moved.
-
-        Args:
-            whole: one stage for the whole graph.
-        """
+        """Divide a graph into stages, or into one if `whole`; cached, because a call starts over
+        after buckets have moved."""
         key = (capture, whole)
         found = next((stages for before, stages in self._partitioned if before == key), None)
         if found is None:
@@ -112,7 +110,11 @@ class Pipeline:
         options = self.setting.options
         causal = functools.partial(use_causal_attention, lowering=options.lowering)
         chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
-        capture, reasons, history = run_on_capture(
+        losses: list[_CapturePass] = []
+        if options.compute_dtype is not None:
+            widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
+            losses.append(("losses", widen))
+        capture, reasons, history = _run_on_capture(
             capture,
             [
                 ("checkpoints", inline_checkpoints),
@@ -122,7 +124,7 @@ class Pipeline:
                 ("experts", functools.partial(take_grouped_products, device=options.device)),
                 ("rebase", rebase_overlaps),
                 ("causal", causal),
-                *self._loss_passes(),
+                *losses,
                 ("chunk", chunk),
             ],
         )
@@ -130,37 +132,29 @@ class Pipeline:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
                 notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reason}")
         divide = functools.partial(partition, capture, self.units, whole=whole)
-        stages = timed("partition", None, divide, history)
+        stages = _timed("partition", None, divide, history)
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
-            stages = run(stages, [("strides", settle)])
+            stages = _run(stages, [("strides", settle)])
         if has_own_backwards(stages):
-            find = functools.partial(
-                find_writes,
-                ambient=capture.ambient,
-                cache=self.templates,
-                lowering=options.lowering,
-            )
-            stages = run(stages, [("writes", find)])
+            stages = _run(stages, [("writes", self._tracing(find_writes, capture))])
         log.captured(capture, stages)
         return replace(stages, plan=Plan(reasons=reasons))
 
-    def _loss_passes(self) -> list[CapturePass]:
-        dtype = self.setting.options.compute_dtype
-        if dtype is None:
-            return []
-        return [("losses", functools.partial(widen_losses, compute_dtype=dtype))]
-
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Run the passes before the choice of a plan."""
-        trace = functools.partial(
-            trace_templates,
-            ambient=capture.ambient,
-            cache=self.templates,
-            lowering=self.setting.options.lowering,
-        )
+        trace = self._tracing(trace_templates, capture)
         schedule = replace(stages, tangents=variant.tangents)
-        return run(schedule, [("templates", trace), ("differentiate", differentiate)])
+        return _run(schedule, [("templates", trace), ("differentiate", differentiate)])
+
+    def _tracing(
+        self, function: Callable[..., Schedule], capture: Capture
+    ) -> Callable[[Schedule], Schedule]:
+        """A pass that traces stages, bound to its arguments."""
+        lowering = self.setting.options.lowering
+        return functools.partial(
+            function, ambient=capture.ambient, cache=self.templates, lowering=lowering
+        )
 
     def planned(
         self,
@@ -171,27 +165,11 @@ class Pipeline:
         *,
         draft: bool = False,
     ) -> Schedule:
-        """Run the passes after the choice of a plan: `with_plan`, `saving`, `moving`.
-
-        Args:
-            schedule: from `differentiated`.
-            reasons: for the choice.
-            draft: for simulation only.
-        """
+        """Run the passes after the choice of a plan, on a schedule from `differentiated`:
+        `with_plan`, `saving`, `moving`. A draft is for simulation only."""
         schedule = replace(schedule, draft=draft)
         schedule = self.with_plan(schedule, variant, choice, reasons)
         return self.moving(self.saving(schedule), variant, choice)
-
-    def with_plan(
-        self,
-        schedule: Schedule,
-        variant: Variant,
-        choice: Choice,
-        reasons: tuple[str, ...] = (),
-    ) -> Schedule:
-        """Add the plan that the choice and the options determine."""
-        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
-        return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
 
     def bundled(self, schedule: Schedule, variant: Variant, tiles: int) -> Schedule:
         """Prepare the output of `differentiated` for drafts: each stage saves as few values as
@@ -204,37 +182,22 @@ class Pipeline:
         fused = self.setting.options.lowering is Lowering.INDUCTOR
         bundles = functools.partial(bundles_of, fused=fused) if bundle else None
         split = functools.partial(split_stages, cache=self.templates, bundles=bundles)
-        return run(schedule, [("split", split)])
+        return _run(schedule, [("split", split)])
 
     def saving(self, schedule: Schedule, *, bundle: bool = False) -> Schedule:
         """Insert what backwards need from forwards: saved tensors are kept, recomputed, or wait
-        elsewhere.
-
-        The result depends only on `Choice.computing`.
-
-        Args:
-            bundle: build a draft from the output of `bundled`.
-        """
+        elsewhere. Depends only on `Choice.computing`. With `bundle`, the schedule is a draft from
+        `bundled`."""
         lookahead = self.setting.options.lookahead
         offload = functools.partial(offload_saved_tensors, lookahead=lookahead)
         made = self._split(schedule, bundle=bundle)
         if made.draft and made.forward is schedule.forward:
             made = made.fresh()
-        return run(
-            made,
-            [
-                ("recompute", insert_recompute),
-                ("rerun", insert_reruns),
-                ("offload_saved", offload),
-            ],
-        )
+        passes = [("recompute", insert_recompute), ("rerun", insert_reruns)]
+        return _run(made, [*passes, ("offload_saved", offload)])
 
     def moving(self, schedule: Schedule, variant: Variant, choice: Choice) -> Schedule:
-        """Insert the movement of weights, gradients and states.
-
-        Args:
-            schedule: from `saving`.
-        """
+        """Insert the movement of weights, gradients and states, after `saving`."""
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
         if options.ranks > 1 and options.optimizer is not None:
@@ -249,7 +212,7 @@ class Pipeline:
             set_bytes=lambda bucket, trained: stored_bytes(bucket, trained, cost),
         )
         reduce = functools.partial(insert_reduce_scatter, rank=options.rank)
-        return run(
+        return _run(
             schedule,
             [
                 *([("disk_saved", insert_disk_saved)] if plan.saved_on_disk else []),
@@ -266,10 +229,14 @@ class Pipeline:
             ],
         )
 
-    def _plan_pass(
-        self, schedule: Schedule, variant: Variant, choice: Choice
-    ) -> functools.partial[Schedule]:
-        """The plan pass, bound to the choice and the options."""
+    def with_plan(
+        self,
+        schedule: Schedule,
+        variant: Variant,
+        choice: Choice,
+        reasons: tuple[str, ...] = (),
+    ) -> Schedule:
+        """Add the plan that the choice and the options determine."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
         choice = replace(
@@ -283,7 +250,7 @@ class Pipeline:
             choice = replace(choice, places=choice.places.changed(keys, weights=Tier.DISK))
         cut = stages_in_tiles(schedule, choice.tiles, self.templates)
         alone = cut if options.ranks == 1 else frozenset()  # ranks may keep different stages
-        return functools.partial(
+        plan = functools.partial(
             make_plan,
             choice=choice,
             saves=variant.keep_last,
@@ -293,8 +260,10 @@ class Pipeline:
             cut=cut,
             samples=stages_by_samples(schedule, alone, choice.tiles, self.templates),
         )
+        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
+        return _run(schedule, [("plan", plan)])
 
-    def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
+    def _gradient_passes(self, choice: Choice, variant: Variant) -> list[_SchedulePass]:
         """The passes that offload gradients or update parameters with them."""
         options = self.setting.options
         cost = self.setting.cost()
@@ -324,28 +293,21 @@ class Pipeline:
             ("update_graph", step),
         ]
 
-    def _with_ranks(self, one: SchedulePass) -> list[SchedulePass]:
+    def _with_ranks(self, one: _SchedulePass) -> list[_SchedulePass]:
         """The pass, if ranks share the model; else none."""
         return [one] if self.setting.options.ranks > 1 else []
 
     def lowered(self, schedule: Schedule, *, waits: bool = True) -> Schedule:
-        """Lower a schedule's templates to code.
-
-        Args:
-            waits: wait until code is compiled.
-        """
-        lowering = self.setting.options.lowering
-        return timed(
-            "lower",
+        """Lower a schedule's templates to code; with `waits`, wait until that is compiled."""
+        code = functools.partial(
+            lower,
             schedule,
-            lambda: lower(
-                schedule,
-                lowering=lowering,
-                progress=self._progress,
-                to_come=self.to_come,
-                waits=waits,
-            ),
+            lowering=self.setting.options.lowering,
+            progress=self._progress,
+            to_come=self.to_come,
+            waits=waits,
         )
+        return _timed("lower", schedule, code)
 
     def _progress(
         self, work: Iterable[tuple[Template, Code]], total: int
@@ -369,3 +331,74 @@ class Pipeline:
                     used.add(key[0])  # the template that it was derived from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]
+
+
+# Runs of passes, whose input, output and time go to `Schedule.history` and to the log. A draft has
+# no history: it is only simulated, and there are many of them.
+
+_SchedulePass = tuple[str, Callable[[Schedule], Schedule]]
+_CapturePass = tuple[str, Callable[[Capture], Capture | tuple[Capture, tuple[str, ...]]]]
+_History = tuple[PassRecord, ...]
+
+
+def _run(schedule: Schedule, passes: Sequence[_SchedulePass]) -> Schedule:
+    """Run passes, each a name and a function."""
+    for name, function in passes:
+        if schedule.draft:
+            schedule = function(schedule)
+        else:
+            schedule = _timed(name, schedule, functools.partial(function, schedule))
+    return schedule
+
+
+def _timed(
+    name: str,
+    before: Schedule | None,
+    function: Callable[[], Schedule],
+    history: _History = (),
+) -> Schedule:
+    """Run a pass and record it.
+
+    Args:
+        before: the pass's input; None if only `history` precedes it.
+    """
+    start = time.perf_counter()
+    after = function()
+    time_s = time.perf_counter() - start
+    was = "" if before is None else _actions(before)
+    nodes = sum(len(graph.nodes) for graph in after.graphs.values())
+    record = PassRecord(name, was, _actions(after), time_s, nodes)
+    history = history if before is None else before.history
+    return replace(after, history=_recorded(after.name, history, record))
+
+
+def _actions(schedule: Schedule) -> str:
+    return "\n".join(ops.actions(graph) for graph in schedule.graphs.values())
+
+
+def _run_on_capture(
+    capture: Capture, passes: Sequence[_CapturePass]
+) -> tuple[Capture, tuple[str, ...], _History]:
+    """Run passes on a captured graph; also returns their reasons, for the plan."""
+    reasons: tuple[str, ...] = ()
+    history: _History = ()
+    for name, function in passes:
+        start, was = time.perf_counter(), _called(capture)
+        result = function(capture)
+        capture, why = (result, ()) if isinstance(result, Capture) else result
+        time_s, nodes = time.perf_counter() - start, len(capture.module.graph.nodes)
+        record = PassRecord(name, was, _called(capture), time_s, nodes)
+        history = _recorded(capture.name, history, record)
+        reasons += why
+    return capture, reasons, history
+
+
+def _called(capture: Capture) -> str:
+    """Names of the call nodes of a captured graph."""
+    return " ".join(n.name for n in capture.module.graph.nodes if n.op.startswith("call_"))
+
+
+def _recorded(graph: str, history: _History, record: PassRecord) -> _History:
+    """The history with one more pass, which goes to the log too."""
+    log.pass_done(graph, record, history[-1].nodes if history else 0)
+    return (*history, record)

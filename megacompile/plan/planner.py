@@ -22,13 +22,21 @@ needs them, so plans are compared by their mean time over the measured host and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megacompile import notices
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.garbage import old_objects_left_out
-from megacompile.ir.plan import Choice
+from megacompile.ir.capture import Variant
+from megacompile.ir.plan import Choice, Places
+from megacompile.ir.schedule import Schedule
+from megacompile.options import Activations, Lowering
+from megacompile.passes.schedule.make_plan import ROWS, staying
+from megacompile.plan.candidates import Candidates
+from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.problem import Problem
-from megacompile.plan.tries import Tries, between
+from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, resident
@@ -44,11 +52,6 @@ class SearchResult:
     peak_bytes: int
     tried: int  # plans that were simulated
     reasons: tuple[str, ...]
-
-
-Search = Callable[
-    [Problem], SearchResult | None
-]  # returns the fastest choice that fits; None: none does
 
 
 @old_objects_left_out()
@@ -71,101 +74,55 @@ def search(
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
-    tries = Tries(problem, (1, 1) if activations_fixed else (0, problem.stages))
-    most = max(least, problem.most_residents(Choice(0)) or 0) if resident else 0
-    if not tries.add_everything(len(problem.candidates) if resident else 0):
-        _add_grid(tries, (least, most), resident=resident, device_update=device_update)
+    keeps = (1, 1) if activations_fixed else (0, problem.stages)
+    candidates = Candidates(problem, keeps, resident=resident)
+    if not candidates.add_everything():
+        _add_grid(candidates, least, _SHARES if device_update else _SHARES[:1])
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave or be fetched later
-        tries.add_late_states(streamed, resident=resident)
-        if resident:  # that frees memory for a few more
-            later = Choice(0, state_lookahead=1)
-            count = problem.most_residents(later) or 0
-            if count > tries.count(tries.best):
-                tries.add(replace(later, places=problem.places(count)))
-    if not tries.times and not activations_fixed:
+        candidates.add_late_states(streamed)
+    if not candidates.times and not activations_fixed:
         late = replace(streamed, keep=0, state_lookahead=1 if in_backward else None)
-        tries.add_offloaded(late, resident=resident)
-    if not tries.times:
+        candidates.add_offloaded(late)
+    if not candidates.times:
         return None
-    best = tries.surest()
+    best = candidates.surest()
     if not activations_fixed:
-        halves = tries.with_halves(best, resident=resident)
-        each = [
-            tries.with_memory_freed(b, resident=resident) for b in dict.fromkeys((halves, best))
-        ]
-        best = min(each, key=tries.times.__getitem__)
-        best = tries.with_saved_on_host(best)
+        both = dict.fromkeys((candidates.with_halves(best), best))
+        best = min(map(candidates.with_memory_freed, both), key=candidates.times.__getitem__)
+        best = candidates.with_saved_on_host(best)
     if slots:
-        best = tries.with_more_slots(best)
-    return _result(tries, best)
+        best = candidates.with_more_slots(best)
+    peak, step_s = problem.peak_bytes(best), problem.step_s(best)
+    why = _reasons(candidates, best, step_s, peak)
+    return SearchResult(best, step_s, peak, len(candidates.times), why)
 
 
-@old_objects_left_out()
-def search_near(problem: Problem, near: Choice) -> SearchResult | None:
-    """Find the fastest of a few choices similar to one found for slightly less memory: with the
-    same number of residents, a few more, as many as fit, and a number between; then with the same
-    number of stages kept on the host, and twice as many. None if none of them fits."""
-    tries = Tries(problem, (0, problem.stages))
-    at = tries.count(near)
-    most = max(at, problem.most_residents(Choice(0)) or 0)
-    alike = replace(near, saved_on_host=0)
-    for count in sorted({at, at + 1, at + 2, (at + most) // 2, most}):
-        if count <= len(problem.candidates):
-            tries.add(replace(alike, places=problem.places(count)))
-    if not tries.times:
-        return None
-    best = tries.with_memory_freed(tries.surest(), resident=True)
-    if near.saved_on_host:
-        most = problem.stages - best.keep
-        counts = {min(near.saved_on_host, most), min(2 * near.saved_on_host, most)}
-        found = [best, *(tries.kept_on_host(best, count) for count in sorted(counts))]
-        best = min(found, key=tries.times.__getitem__)
-    else:
-        best = tries.with_saved_on_host(best)
-    return _result(tries, best)
-
-
-def _add_grid(
-    tries: Tries, residents: tuple[int, int], *, resident: bool, device_update: bool
-) -> None:
+def _add_grid(candidates: Candidates, least: int, shares: Sequence[float]) -> None:
     """Try numbers of residents and shares of device updates in turn; then refine the number.
 
     Args:
-        residents: the least number, so that the others fit on the host, and the most that fit on
-            the device.
-        resident: as in `search`.
-        device_update: as in `search`.
+        least: the fewest residents with which the other buckets fit on the host.
     """
-    problem, total = tries.problem, len(tries.problem.candidates)
-    least, most = residents
-    counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
-    shares = _SHARES if device_update else _SHARES[:1]
-    # without the disk: the device never updates buckets with states there
-    first = problem.fewest_residents(disk=False) if resident and device_update else least
-    tries.add_each(sorted({least, least if first is None else first}), shares)
-    if not resident:
+    problem, total = candidates.problem, len(candidates.problem.candidates)
+    candidates.add_each([least], shares)
+    if not candidates.resident:
         return
-    handed = tries.best.device_update  # with residents a smaller share is enough
+    most = max(least, problem.most_residents(Choice(0)) or 0)
+    handed = candidates.best.device_update  # with residents a smaller share is enough
     likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
-    tries.add_each(counts, likely)
-    tries.add_each({tries.count(tries.best)}, shares)
+    counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
+    candidates.add_each(counts, likely)
+    candidates.add_each([candidates.count(candidates.best)], shares)
     for _ in range(3):
-        middles = between(tries.counts, tries.count(tries.best))
-        tries.add_each(middles, {0.0, handed, tries.best.device_update})
+        likely = {0.0, handed, candidates.best.device_update}
+        candidates.add_each(candidates.middles(), likely)
 
 
-def _result(tries: Tries, best: Choice) -> SearchResult:
-    """The result of a search that ends at this choice."""
-    peak, step_s = tries.problem.peak_bytes(best), tries.problem.step_s(best)
-    why = _reasons(tries, best, step_s, peak)
-    return SearchResult(best, step_s, peak, len(tries.times), why)
-
-
-def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str, ...]:
+def _reasons(candidates: Candidates, best: Choice, step_s: float, peak: int) -> tuple[str, ...]:
     """The reasons for this plan: its memory, its time, and the time of the streamed plan."""
-    problem, tried = tries.problem, tries.times
+    problem, tried = candidates.problem, candidates.times
     budget = format_bytes(problem.budget_bytes)
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.places.resident)} of "
@@ -187,3 +144,220 @@ def _reasons(tries: Tries, best: Choice, step_s: float, peak: int) -> tuple[str,
         streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
         lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
     return tuple(lines)
+
+
+class Searches:
+    """The searches for plans of one model.
+
+    Args:
+        setting: the options, and the machine.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def everywhere(self, problem: Problem) -> SearchResult | None:
+        """Find the fastest choice that fits, also in tiles if the plan may choose them: in as few
+        as necessary to fit, and in more if that is faster.
+
+        Tokenwise pieces need less device memory in tiles, and a kept stage saves less: only the
+        inputs and outputs of attention. That leaves memory to keep more stages. But whatever tiles
+        compute is recomputed in the backward, even in kept stages: with short sequences, most of a
+        stage.
+        """
+        best, at, count = self._uncut(problem), problem, 1
+        why: tuple[str, ...] = ()
+        for tiles in TILES if self._may_cut else ():
+            cut = problem.in_tiles(tiles)
+            if best is not None and not _may_pay(at, best, cut):
+                break
+            if not cut.drafts.cut:  # nothing can be tiled, with any number of tiles
+                break
+            found = self._uncut(cut)
+            if found is not None and best is not None:
+                before_s = at.expected_s(best.choice)
+                if cut.expected_s(found.choice) > before_s * (1 - _TILES_PAY):
+                    break
+                how = "without tiles" if count == 1 else f"in {count} tiles"
+                why = (f"{how} it would take {at.step_s(best.choice) * 1e3:.0f} ms",)
+            if found is not None:
+                best, at, count = found, cut, tiles
+        if best is None:
+            return None
+        choice = replace(best.choice, tiles=count)
+        return replace(best, choice=choice, reasons=(*best.reasons, *why))
+
+    def with_weights(
+        self, problem: Problem, found: SearchResult | None
+    ) -> tuple[Problem, SearchResult | None]:
+        """Put the parameters of as few buckets as necessary on the disk, if nothing fits otherwise
+        or if that is faster than saved tensors there. Each of these buckets is read twice a step;
+        see decision 30.
+
+        Args:
+            problem: without more parameters on the disk.
+            found: its solution; None: nothing fits.
+        """
+        if found is not None and not found.choice.saved_on_disk:
+            return problem, found
+        more = replace(problem, disk_weights=None)
+        other = self.everywhere(more)
+        if other is None or not other.choice.places.weights_on_disk:
+            return (more, other) if found is None else (problem, found)
+        why = "no other plan fits: host memory does not hold all parameters next to the rest"
+        if found is not None:
+            if problem.expected_s(found.choice) <= more.expected_s(other.choice):
+                return problem, found
+            why = (
+                "with all parameters in host memory, and more saved tensors on the disk, it would "
+                f"take {problem.step_s(found.choice) * 1e3:.0f} ms"
+            )
+        return more, replace(other, reasons=(*other.reasons, why))
+
+    def with_fewer_states(self, problem: Problem) -> SearchResult | None:
+        """Find the fastest choice with as many optimizer states as the host holds, and warn about
+        it.
+
+        A model's optimizer is unknown before the first step, so plans assume AdamW's states. If the
+        host does not hold these, another optimizer may still be able to train the model.
+        """
+        known = self.setting.options.optimizer is not None or self.setting.hardware is not None
+        if known or problem.host_budget_bytes is None:
+            return None
+        assumed = problem.optimizer.states
+        for states in range(assumed - 1, -1, -1):
+            less = replace(problem, optimizer=self.setting.cost(states=states))
+            found = None
+            if less.disk_weights is None:
+                found = self.everywhere(replace(less, disk_weights=False))
+            if (found := found or self.everywhere(less)) is not None:
+                notices.warn(
+                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) holds "
+                    f"{states} optimizer states for each parameter, and AdamW has {assumed}. An "
+                    "optimizer step that needs more raises an error; state_dtype='int8' needs "
+                    "less",
+                    notices.Whose.RANK,
+                )
+                return found
+        return None
+
+    def smallest(self, problem: Problem) -> tuple[Problem, int]:
+        """The problem with the number of tiles (1: none) that needs the least device memory. More
+        tiles may need more, because tiles that divide the batch include attention."""
+        counts = (1, *TILES) if self._may_cut else (1,)
+        each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
+        return min(each, key=lambda pair: pair[0].floor_bytes())
+
+    @property
+    def _may_cut(self) -> bool:
+        """True if the plan may choose tiles. Matrix kernels may round differently for fewer rows,
+        but eager code must be bitwise equal; and ranks must all read the same weights in a
+        backward."""
+        options = self.setting.options
+        return (
+            options.lowering is Lowering.INDUCTOR and options.ranks == 1 and options.tiles is None
+        )
+
+    def _uncut(self, problem: Problem) -> SearchResult | None:
+        """Search with the tiles of the problem."""
+        options = self.setting.options
+        return search(
+            problem,
+            resident=bool(problem.candidates),
+            activations_fixed=options.activations is not Activations.AUTO,
+            device_update=(
+                options.plans_device_update
+                and options.device_update is None
+                and self.setting.on_gpu
+            ),
+            slots=options.slots is None and options.ranks == 1,
+        )
+
+
+TILES = (4, 16, 64, 256)  # numbers of tiles that are tried
+_TILES_PAY = 0.03  # of a step: the least gain if a plan fits without tiles
+_NOTABLE = 0.1  # of the budget: the least workspace worth cutting
+
+
+def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
+    """True if more tiles may save enough of a step, by the memory that they can free and the time
+    of their computes if all stages are kept: a search in tiles takes as long as one without.
+
+    Args:
+        problem: that `best` solves.
+        cut: the same in more tiles.
+    """
+    enough_s = problem.expected_s(best.choice) * (1 - _TILES_PAY)
+    every = Choice(problem.stages)
+    if problem.least_s(every) > enough_s:
+        return False  # little is recomputed and the device never waits
+    moments = problem.memory(best.choice).moments
+    workspace = max(moment.live_bytes.get(MemoryKind.WORKSPACE, 0) for moment in moments)
+    if workspace < _NOTABLE * problem.budget_bytes:
+        return False
+    cut.schedule(every)
+    return cut.least_s(every) < enough_s
+
+
+# The choice closest to the budgets, if none fits all of them.
+# Offloading and recomputing move the shortage from the device to the host, so
+# candidates with and without them are compared.
+
+
+def nearest(problem: Problem) -> Choice:
+    """The choice that lacks the fewest bytes in all memories together."""
+    return min(_candidates(problem), key=lambda choice: sum(problem.lacking(choice).values()))
+
+
+def _candidates(problem: Problem) -> Iterator[Choice]:
+    """Choices with as many residents as fit and with none, with inputs of stages on the device or
+    as many as necessary on the host, and with or without rows of stages that run again."""
+    tightest = problem.tightest()
+    for places in dict.fromkeys((tightest.places, problem.here)):
+        for rerun in (0, *map(problem.reruns, ROWS)):
+            choice = replace(tightest, places=places, rerun=rerun)
+            few = problem.fewest_offloaded(choice)
+            for offload in sorted({0, problem.stages if few is None else few}):
+                yield problem.settled(replace(choice, offload=offload))
+
+
+# Buckets that stay in their own slots between forwards without a backward.
+#
+# Evaluation and generation read the same weights in every forward, so those that fit are fetched
+# once.
+
+
+def stay_that_fit(
+    pipeline: Pipeline,
+    setting: Setting,
+    schedule: Schedule,
+    places: Places,
+    budget_bytes: int,
+) -> int:
+    """The maximum number of streamed buckets that fit into device memory next to everything else.
+
+    Args:
+        schedule: from `Pipeline.differentiated`, without a backward.
+        places: where the buckets are. Training leaves the gradients and states of residents on the
+            device too.
+    """
+    variant = Variant((), keep_last=True)
+    draft = pipeline.planned(schedule, variant, Choice(places=places), draft=True)
+    cost = setting.cost()
+    fused = setting.options.lowering is Lowering.INDUCTOR
+    peak = device_memory(draft, optimizer=cost, fused=fused).peak
+    slots_bytes = peak.live_bytes.get(MemoryKind.SLOTS, 0)
+    trained_bytes = sum(
+        int(cost.resident_bytes(b, range(len(b.params))) - cost.resident_bytes(b, ()))
+        for b in draft.buckets
+        if b.key in places.resident
+    )
+    left_bytes = budget_bytes - peak.total_bytes - trained_bytes
+    streamed = [b for b in draft.buckets if b.key not in places.resident]
+    if sum(b.size_bytes for b in streamed) <= left_bytes + slots_bytes:
+        return len(streamed)  # and no other slots are needed
+    return max(
+        count
+        for count in range(len(streamed))
+        if not count or sum(b.size_bytes for b in staying(streamed, count)) <= left_bytes
+    )

@@ -8,33 +8,28 @@ and host memory bandwidth has no stream.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from megacompile.cost.hardware import DISK_RATES, Hardware, pageable_bytes, with_pageable
-from megacompile.cost.memory import DeviceMemory, MemoryKind
-from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.cost.places import (
-    device_kinds,
-    disk_memory,
-    host_memory,
-    saved_elsewhere,
-)
+from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.places import device_kinds, disk_memory, host_memory
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import Prediction, simulate_script
+from megacompile.errors import MegacompileError
 from megacompile.ir import ops
-from megacompile.ir.plan import Choice, Places, Plan
+from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.passes.schedule.insert_disk import (
-    LANDING_SETS,
-    NEW_SETS,
-    STATE_SETS,
-    WEIGHT_SETS,
-    states_in_use,
-)
-from megacompile.plan.tiers import Tiers
+from megacompile.options import Options
+from megacompile.plan.compiler import PassCompiler, SettledPlans
+from megacompile.text import format_bytes
 
 FASTER = 1.1  # the factor by which a resource is sped up to find its share
 _RATES = {  # the rates of `Hardware` that make up a resource
@@ -61,10 +56,6 @@ class Scenario:
         device_bytes: device memory that may be used; None: unknown.
         host_bytes: the same for the host.
         disk_bytes: of the disk for states; None: no disk.
-        first: host memory that `megacompile()` needs before the plan, as (what, bytes); () if the
-            model is already compiled.
-        first_on_disk: the same with parameters on the disk.
-        disk_weights: parameters may be on the disk; None: only if nothing else fits; see `Options`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -74,9 +65,6 @@ class Scenario:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
-    first: Sequence[tuple[str, int]] = ()
-    first_on_disk: Sequence[tuple[str, int]] = ()
-    disk_weights: bool | None = None
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
@@ -105,10 +93,10 @@ class Scenario:
     def step_s(self) -> float:
         return self.timeline().step_s
 
-    @property
+    @functools.cached_property
     def device(self) -> DeviceMemory:
         """Device memory over the step."""
-        return self.timeline().memory
+        return device_memory(self.schedules, optimizer=self.optimizer, fused=self.fused)
 
     def device_kinds(self) -> dict[str, int]:
         """Device memory by kind at its peak, with resident buckets split into their parts."""
@@ -143,70 +131,6 @@ class Scenario:
                     found[ops.effects(node).stream] += ops.stored_bytes(node)
         return found
 
-    def fewest_stored_bytes(self, *, weights: bool = False) -> int | None:
-        """The fewest bytes of optimizer states and saved tensors that must be on a disk of any size
-        for the rest to fit on the host; None if even all of them are not enough.
-
-        Args:
-            weights: the parameters of as few buckets as necessary may move too. The result is then
-                None if they may not, or if all of them are there already.
-        """
-        every = self.disk_weights is True
-        if weights and (every or self.ranks > 1 or self.optimizer.master_bytes is not None):
-            return None
-        already = frozenset(k for schedule in self.schedules for k in schedule.plan.weights_on_disk)
-        buckets = {b.key: b for schedule in self.schedules for b in schedule.buckets}
-        resident = frozenset(k for schedule in self.schedules for k in schedule.plan.resident)
-        trained: dict[int, Sequence[int]] = {}
-        for schedule in self.schedules:
-            if schedule.backward is not None:
-                trained |= schedule.gradient_params
-        waiting = [saved for each in self.schedules for saved in saved_elsewhere(each)]
-        changes = any(trained.get(key) for key in buckets if key not in resident)
-        sets, new_sets = STATE_SETS, NEW_SETS
-        if self.optimizer.in_backward:
-            in_use = max(map(_states_in_use, self.schedules), default=0)
-            sets, new_sets = max(sets, 1 + in_use), LANDING_SETS
-        plan = Plan(
-            state_sets=sets,
-            weight_sets=WEIGHT_SETS,
-            new_weight_sets=new_sets if changes else 0,
-        )
-        tiers = Tiers(
-            buckets=list(buckets.values()),
-            trained=trained,
-            optimizer=self.optimizer,
-            host_bytes=self.host_bytes,
-            disk_bytes=sys.maxsize,
-            elsewhere_bytes=0,
-            here=Places() if weights else Places.of(weights_on_disk=already),
-            undecided=frozenset(buckets),
-            accumulates=MemoryKind.GRADIENTS.value in self.host(),
-            waiting=lambda choice: waiting,
-            plan_of_all=lambda: plan,
-            disk_weights=every or (None if weights else False),
-        )
-        choice = tiers.settled(Choice(places=Places.of(resident), offload=1))
-        return tiers.of_disk(choice) if tiers.fit(choice) else None
-
-    def host_with_less(self) -> dict[str, int]:
-        """Host memory of the same plan with optimizer options that need less, by name."""
-        now = self.optimizer
-        small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
-        options = {"8-bit optimizer states": small}
-        for_step = not now.in_backward  # a backward with the update leaves no gradients
-        if for_step:
-            options["the update in the backward"] = replace(now, in_backward=True)
-        if for_step and small != now:
-            both = replace(small, in_backward=True)
-            options["8-bit states and the update in the backward"] = both
-        sums = {
-            name: sum(host_memory(self.schedules, cost, for_step=for_step).values())
-            for name, cost in options.items()
-        }
-        before = sum(self.host().values())
-        return {name: size for name, size in sums.items() if size < before}
-
     def bounds(self) -> dict[str, float]:
         """The share of the step that each resource accounts for, the largest first.
 
@@ -224,14 +148,6 @@ class Scenario:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _states_in_use(schedule: Schedule) -> int:
-    """The maximum number of streamed buckets whose states a backward uses at once."""
-    if schedule.backward is None:
-        return 0
-    streamed = {bucket.key for bucket in schedule.buckets} - schedule.plan.resident
-    return states_in_use(schedule.backward, streamed)
-
-
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     """The same machine with one resource faster by a factor."""
     rates = {name: getattr(hardware, name) for name in _RATES[resource]}
@@ -245,3 +161,188 @@ def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     if resource in ("h2d", "d2h"):
         changes["copy_s"] = hardware.copy_s / times
     return replace(hardware, **changes)
+
+
+# Alternatives to a planned step and their gains. For other options and more memory, the captured
+# graphs are planned again. For a faster machine, the current plan is simulated with other rates.
+
+_HOST = ("host memory bandwidth", "host update")
+_OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
+
+
+class Planned(NamedTuple):
+    """A captured graph and the variant that its schedule is built for."""
+
+    stages: Schedule
+    capture: Capture
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An alternative and its predicted effect."""
+
+    name: str
+    gain: float | None = None  # of throughput: 0.1 is 10 % more; None: does not fit
+    step_s: float | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    note: str = ""
+
+
+def changes(
+    now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
+) -> tuple[Change, ...]:
+    """The changes worth considering, the largest gain first.
+
+    Args:
+        now: the current step.
+        compiler: makes other plans; None: keep the current one.
+        planned: the captured graphs.
+    """
+    found = [] if compiler is None else _other_options(now, compiler, planned)
+    if any(schedule.backward is not None for schedule in now.schedules):
+        found.append(_twice_the_batch(now))
+    if now.optimizer.states and not now.optimizer.in_backward:
+        found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
+    found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
+    return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
+
+
+def budgets(
+    now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
+) -> tuple[Change, ...]:
+    """The gain from a tenth more of each resource. For more memory the graphs are planned again, if
+    `compiler` is given. The current plan is simulated with a faster disk and, if the system limits
+    page-locked memory, with a higher limit."""
+    found = [] if compiler is None else _more_memory(now, compiler, planned)
+    if short := now.pageable_bytes:
+        size = min(short, -(-sum(now.host().values()) // 10))
+        locked = replace(now.hardware, locked_bytes=size + (now.hardware.locked_bytes or 0))
+        found.append(_on(now, f"page-locked memory (+{format_bytes(size)})", locked))
+    if now.disk():
+        found.append(_faster(now, "rate of the disk", ("disk",), FASTER))
+    return tuple(found)
+
+
+def _planned_again(
+    now: Scenario,
+    compiler: PassCompiler,
+    planned: Sequence[Planned],
+    options: Options,
+    **budgets: int | None,
+) -> Scenario:
+    """The step planned with other options, or with other budgets in bytes: `device`, `host`,
+    `disk`."""
+    device = budgets.get("device") or compiler.budget.size_bytes()
+    host, disk = budgets.get("host", now.host_bytes), budgets.get("disk", now.disk_bytes)
+    other = compiler.other(
+        options,
+        hardware=replace(now.hardware, host_bytes=host) if "host" in budgets else now.hardware,
+        budget_bytes=device,
+        host_bytes=budgets.get("host"),
+        disk_budget_bytes=budgets.get("disk"),
+    )
+    plans, update = SettledPlans(other), options.optimizer is not None
+    schedules = tuple(
+        plans.schedule(stages, capture, replace(variant, update=update), draft=True)
+        for stages, capture, variant in planned
+    )
+    return replace(
+        now,
+        schedules=schedules,
+        optimizer=other.setting.cost(states=now.optimizer.states),
+        device_bytes=device,
+        host_bytes=host,
+        disk_bytes=disk,
+    )
+
+
+def _other_options(
+    now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]
+) -> list[Change]:
+    """Plan with other options, and with twice the device memory."""
+    options, states = compiler.setting.options, now.optimizer.states
+    plan = partial(_planned_again, now, compiler, planned)
+    small = replace(options, state_dtype="int8")
+    tried: dict[str, Options] = {}
+    if states and options.state_dtype != "int8":
+        tried["8-bit optimizer states"] = small
+    if states and options.optimizer is None:
+        tried["update in the backward"] = _in_backward(options)
+        if options.state_dtype != "int8":
+            tried["update in the backward, 8-bit states"] = _in_backward(small)
+    tried["one more slot and lookahead"] = replace(
+        options, lookahead=options.lookahead + 1, slots=options.least_slots + 1
+    )
+    found = [_tried(now, name, partial(plan, changed)) for name, changed in tried.items()]
+    twice = partial(plan, options, device=2 * compiler.budget.size_bytes())
+    return [*found, _tried(now, "twice the device memory", twice)]
+
+
+def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]) -> list[Change]:
+    """Plan with a tenth more device memory, host memory and, if the plan uses a disk, disk memory.
+    The current plan still fits then."""
+    options, found = compiler.setting.options, []
+    sizes = {
+        "device": compiler.budget.size_bytes(),
+        "host": compiler.setting.host_budget_bytes(),
+        "disk": compiler.budget.disk_bytes() if now.disk() else None,
+    }
+    for memory, size in sizes.items():
+        if size is None:
+            continue
+        more, changed = {memory: size * 11 // 10}, options
+        if memory == "host" and options.host_memory is not None:
+            changed = replace(options, host_memory=max(options.host_memory, more["host"]))
+
+        def plan(changed: Options = changed, more: dict[str, int] = more) -> Scenario:
+            again = _planned_again(now, compiler, planned, changed, **more)
+            return min(now, again, key=lambda each: each.step_s)
+
+        found.append(_tried(now, f"{memory} memory (+{format_bytes(size // 10)})", plan))
+    return found
+
+
+def _in_backward(options: Options) -> Options:
+    """The options of `megacompile(model, optimizer=...)`; plans ignore which parameters that
+    optimizer updates."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
+    return replace(options, optimizer=optimizer, device_update=None)
+
+
+def _tried(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
+    """The effect of another plan, or the reason why it does not fit."""
+    try:
+        other = build()
+    except MegacompileError as error:
+        return Change(name, note="does not fit: " + str(error).splitlines()[0])
+    gain = now.step_s / other.step_s - 1
+    device, host = other.device.peak.total_bytes, sum(other.host().values())
+    return Change(name, gain, other.step_s, device, host)
+
+
+def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:
+    machine = now.hardware
+    for resource in resources:
+        machine = faster(machine, resource, times)
+    return _on(now, name, machine)
+
+
+def _on(now: Scenario, name: str, machine: Hardware) -> Change:
+    """The same plan on another machine."""
+    step_s = now.timeline(machine).step_s
+    return Change(name, now.step_s / step_s - 1, step_s)
+
+
+def _twice_the_batch(now: Scenario) -> Change:
+    """Estimate by doubling every compute's time, because no graph of that batch was captured."""
+    step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
+    needed = max(
+        moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)
+        for moment in now.device.moments
+    )
+    note = "assumes that computes take twice as long"
+    if now.device_bytes is not None and needed > now.device_bytes:
+        note += f"; this plan would need {format_bytes(needed)} of device memory"
+    return Change("twice the batch", 2 * now.step_s / step_s - 1, step_s, needed, note=note)

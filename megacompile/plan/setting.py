@@ -58,18 +58,13 @@ class Setting:
         """The rates of the machine to plan for."""
         if self.hardware is not None:
             return self.hardware
-        if self.options.device.type == "cuda":
-            found = load(self.options.device) if self.agreed is None else self.agreed.hardware
-            folder = self.options.disk
-            found = replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
-            if (
-                folder is None or self.agreed is not None
-            ):  # the agreement of ranks includes the disk
-                return found
-            return load_disk(folder).on(found)
-        if self.agreed is not None:
-            return self.agreed.hardware
-        return cached(self.options.device) or _ASSUMED  # nothing is measured for a plan on the CPU
+        device, folder = self.options.device, self.options.disk
+        found = None if self.agreed is None else self.agreed.hardware  # includes the disk
+        if device.type != "cuda":  # nothing is measured for a plan on the CPU
+            return found or cached(device) or _ASSUMED
+        if found is None:
+            found = load(device) if folder is None else load_disk(folder).on(load(device))
+        return replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
 
     def host_budget_bytes(self) -> int | None:
         """Host memory for parameters, gradients, states and offloaded tensors; None: unknown."""

@@ -34,6 +34,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megacompile.cost.memory import MemoryKind
 from megacompile.cost.optimizer import OptimizerCost
@@ -41,6 +42,7 @@ from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import LARGE, Choice, Places, Plan, Tier, first_to_disk
 from megacompile.passes.schedule.insert_disk import SAVED_SETS
+from megacompile.plan.drafts import Drafts
 
 _SPREAD = 0.9  # of the buckets, in forward order
 
@@ -50,13 +52,13 @@ def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
     return [buckets[(2 * i + 1) * len(buckets) // (2 * count)] for i in range(count)]
 
 
-def _with(choice: Choice, keys: Iterable[int], **parts: Tier) -> Choice:
+def _with(choice: Choice, buckets: Iterable[Bucket], **parts: Tier) -> Choice:
     """The choice with some buckets' weights or states moved."""
+    keys = (bucket.key for bucket in buckets)
     return replace(choice, places=choice.places.changed(keys, **parts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """Bytes of a streamed bucket."""
 
     rest: int  # on the host in any case
@@ -66,49 +68,47 @@ class _Sizes:
     weights: int  # parameters on the disk
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Tiers:
-    """Host and disk of a problem.
+    """Buckets and saved tensors of a captured graph, and the budgets of host and disk.
 
     Args:
+        drafts: builds schedules of choices.
         buckets: in forward order.
-        trained: the parameters that get a gradient, bucket key -> indices.
         optimizer: its costs.
-        host_bytes: the budget of host memory; None: unknown.
-        disk_bytes: the budget of the disk; None: no disk.
+        host_budget_bytes: host memory for all buckets; None: unknown.
+        disk_budget_bytes: of the disk; None: no disk.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
-        here: places of the buckets that may not move.
-        undecided: keys of the buckets whose states and parameters may move to the disk.
-        accumulates: gradients of micro-batches wait on the host, wherever updates run.
-        waiting: returns a choice's saved tensors on the host or disk as (stage, bytes).
-        plan_of_all: returns the plan of a draft with all states on the disk, which has the number
-            of buffer sets for states and parameters.
-        disk_weights: put the parameters of streamed buckets on the disk too; False: no more than
-            are there already; None: as few as necessary.
+        here: places of the buckets that may not move: the residents, and those with states or
+            weights on the disk.
+        trained: the parameters that get a gradient, bucket key -> indices.
+        storable: keys of the buckets whose states and weights may move to the disk; None: all.
+        accumulates: gradients of micro-batches wait for the update in a later backward, on the host
+            or the device, wherever updates run.
+        disk_weights: put the weights of streamed buckets on the disk; False: no more than are there
+            already; None: as few as necessary.
         disk_saved: saved tensors that wait on the host go on to the disk; None: as few as
             necessary.
         offloads: saved tensors wait on the host or disk, whatever the choice.
     """
 
+    drafts: Drafts
     buckets: Sequence[Bucket]
-    trained: Mapping[int, Sequence[int]]
     optimizer: OptimizerCost
-    host_bytes: int | None
-    disk_bytes: int | None
-    elsewhere_bytes: int
-    here: Places
-    undecided: frozenset[int]
-    accumulates: bool
-    waiting: Callable[[Choice], Sequence[tuple[int, int]]]
-    plan_of_all: Callable[[], Plan]
+    host_budget_bytes: int | None = None
+    disk_budget_bytes: int | None = None
+    elsewhere_bytes: int = 0
+    here: Places = Places()
+    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    storable: frozenset[int] | None = None
+    accumulates: bool = False
     disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
     _settled: dict[object, Choice] = field(default_factory=dict, init=False)
-    host_too_small: bool = field(default=False, init=False)  # for some queried choice
 
-    def of_host(self, choice: Choice) -> int:
+    def host_bytes(self, choice: Choice) -> int:
         """Host memory during training, including gradients and states."""
         size = self.elsewhere_bytes
         resident, on_disk = choice.places.resident, choice.places.on_disk
@@ -122,17 +122,25 @@ class Tiers:
         on_host, stored = self._saved(choice)
         return size + sum(on_host) + 2 * SAVED_SETS * max(stored, default=0)
 
-    def of_disk(self, choice: Choice) -> int:
+    def disk_bytes(self, choice: Choice) -> int:
         """Disk space of a choice."""
         on_disk, with_weights = choice.places.on_disk, self._weights(choice)
         weights = sum(self._of(b).weights for b in self.buckets if b.key in with_weights)
         states = sum(self._of(b).stored for b in self.buckets if b.key in on_disk)
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
 
+    @functools.cached_property
+    def _storable(self) -> frozenset[int]:
+        return self._keys if self.storable is None else self.storable
+
+    @functools.cached_property
+    def _keys(self) -> frozenset[int]:
+        return frozenset(bucket.key for bucket in self.buckets)
+
     def _weights(self, choice: Choice) -> frozenset[int]:
         """Keys of the buckets with parameters on the disk."""
         if self.disk_weights:
-            return frozenset(bucket.key for bucket in self.buckets) - choice.places.resident
+            return self._keys - choice.places.resident
         return choice.places.weights_on_disk
 
     def _saved(self, choice: Choice) -> tuple[list[int], list[int]]:
@@ -143,113 +151,90 @@ class Tiers:
         return on_host, [size for index, size in each if index < count]
 
     def _each(self, choice: Choice) -> Sequence[tuple[int, int]]:
+        """The saved tensors that wait on the host or the disk, as (stage, bytes)."""
         waits = choice.offload or choice.saved_on_host or self.offloads
-        return self.waiting(choice) if waits else ()
+        return self.drafts.waiting(choice) if waits else ()
 
-    def fit(self, choice: Choice) -> bool:
-        """True if a choice fits both known budgets."""
-        if self.host_bytes is not None and self.of_host(choice) > self.host_bytes:
-            self.host_too_small = True
-            return False
-        return self.of_disk(choice) <= (self.disk_bytes or 0)
+    def fits_host(self, choice: Choice) -> bool:
+        """True if a choice fits the known budgets of host memory and disk."""
+        host = self.host_budget_bytes
+        fits = host is None or self.host_bytes(choice) <= host
+        return fits and self.disk_bytes(choice) <= (self.disk_budget_bytes or 0)
 
     def settled(self, choice: Choice) -> Choice:
         """The choice with as few states on the disk as necessary for the rest to fit on the host,
-        or as many as the disk holds if that is not enough or host memory is unknown. If it is not
-        enough, parameters of as few buckets as necessary follow, and then saved tensors of as few
-        stages."""
+        or as many as the disk holds if host memory is unknown. If that is not enough, parameters of
+        as few buckets as necessary follow, and then saved tensors of as few stages."""
         resident = choice.places.resident
-        if self.disk_bytes is None:
+        if self.disk_budget_bytes is None:
             return replace(choice, places=choice.places.without_disk, saved_on_disk=0)
         like = (resident, choice.offload, choice.rerun, choice.saved_on_host)
         if like not in self._settled:
             already = Places.of(resident, self.here.on_disk, self.here.weights_on_disk)
-            states = self._fewest(replace(choice, places=already, saved_on_disk=0))
-            found = self._with_saved(self._with_weights(states))
-            if self.disk_weights:
-                found = _with(found, self._weights(found), weights=Tier.DISK)
-            self._settled[like] = found
+            self._settled[like] = self._moved(replace(choice, places=already, saved_on_disk=0))
         found = self._settled[like]
         return replace(choice, places=found.places, saved_on_disk=found.saved_on_disk)
 
-    def _with_weights(self, choice: Choice) -> Choice:
-        """The choice with the parameters of some buckets on the disk too, if moving all states is
-        not enough: of as few as necessary, or of the number that needs the least host memory."""
-        if self.disk_weights is not None or self.host_bytes is None:
-            return choice
-        if self.of_host(choice) <= self.host_bytes:
-            return choice
-        choice = min(choice, self._without_large_states(choice), key=self.of_host)
-        over = self.of_host(choice) - self.host_bytes
-        free = self.undecided - choice.places.resident - choice.places.weights_on_disk
-        order = [bucket for bucket in self._first_to_disk if bucket.key in free]
-        left = (self.disk_bytes or 0) - self.of_disk(choice)
-        places = itertools.accumulate(self._of(bucket).weights for bucket in order)
-        most = sum(place <= left for place in places)
+    def _moved(self, choice: Choice) -> Choice:
+        free = self._storable - choice.places.resident
+        order = [b for b in self.buckets if b.key in free and self._of(b).stored]
+        found = self._with_fewest(
+            order,
+            lambda count: _with(choice, self._picked(order, count), states=Tier.DISK),
+            [(sizes.states, sizes.stored) for sizes in map(self._of, order)],
+        )
+        if self.disk_weights is None and not self.fits_host(found):
+            free -= choice.places.weights_on_disk
+            trained = {key for key in self.trained if self.trained[key]}
+            order = [b for b in first_to_disk(self.buckets, trained) if b.key in free]
+            states = found
+            found = self._with_fewest(
+                order,
+                lambda count: _with(states, order[:count], weights=Tier.DISK),
+                [(sizes.parameters, sizes.weights) for sizes in map(self._of, order)],
+            )
+        found = self._with_saved(found)
+        if self.disk_weights:
+            streamed = [bucket for bucket in self.buckets if bucket.key in self._weights(found)]
+            found = _with(found, streamed, weights=Tier.DISK)
+        return found
 
-        def chosen(count: int) -> Choice:
-            return _with(choice, (bucket.key for bucket in order[:count]), weights=Tier.DISK)
-
-        sizes = (self._of(bucket).parameters for bucket in order[:most])
-        found = self._first_that_fits(chosen, sizes, over)
-        return found or min(map(chosen, range(most + 1)), key=self.of_host)
-
-    def _first_that_fits(
-        self, chosen: Callable[[int], Choice], sizes: Iterable[int], over: int
-    ) -> Choice | None:
-        """The first of `chosen(0)`, `chosen(1)`, ... that fits; None if none does.
+    def _with_fewest(
+        self,
+        order: Sequence[Bucket],
+        moved: Callable[[int], Choice],
+        sizes: Sequence[tuple[int, int]],
+    ) -> Choice:
+        """The choice with the first few buckets of an order moved: as few as necessary for the rest
+        to fit on the host, or the number that needs the least host memory; as many as the disk
+        holds if host memory is unknown.
 
         Args:
-            sizes: the most host bytes that each further bucket can free.
-            over: host bytes missing in `chosen(0)`.
+            moved: returns the choice with so many buckets moved.
+            sizes: most bytes that each frees on the host, and its bytes on the disk.
         """
-        saved = list(itertools.accumulate(sizes, initial=0))
-        choices = map(chosen, range(bisect.bisect_left(saved, over), len(saved)))
-        return next(filter(self.fit, choices), None)
-
-    def _without_large_states(self, choice: Choice) -> Choice:
-        """The choice without large states on the disk: their buffers may take more host memory than
-        the states themselves."""
-        states = {b.key: self._of(b).states for b in self.buckets if b.key in choice.places.on_disk}
-        usual = LARGE * statistics.median(states.values()) if states else 0
-        large = {key for key, size in states.items() if size > usual}
-        return _with(choice, large & self.undecided, states=Tier.HOST)
-
-    @functools.cached_property
-    def _first_to_disk(self) -> Sequence[Bucket]:
-        return first_to_disk(self.buckets, {key for key in self.trained if self.trained[key]})
+        host, disk = self.host_budget_bytes, self.disk_budget_bytes or 0
+        stays = moved(0)
+        left = disk - self.disk_bytes(stays)
+        places = itertools.accumulate(sorted(place for _, place in sizes))
+        most = sum(place <= left for place in places)  # an upper bound: the smallest that fit
+        if host is not None:
+            gains = sorted((gain for gain, _ in sizes), reverse=True)[:most]
+            saved = list(itertools.accumulate(gains, initial=0))
+            least = bisect.bisect_left(saved, self.host_bytes(stays) - host)
+            found = next(filter(self.fits_host, map(moved, range(least, most + 1))), None)
+            if found is not None:
+                return found
+        each = [choice for choice in map(moved, range(most + 1)) if self.disk_bytes(choice) <= disk]
+        return each[-1] if host is None and each else min(each, key=self.host_bytes, default=stays)
 
     def _with_saved(self, choice: Choice) -> Choice:
         """The choice with saved tensors on the disk, if that makes it fit."""
-        if self.disk_saved is not None or self.host_bytes is None or self.fit(choice):
+        if self.disk_saved is not None or self.host_budget_bytes is None or self.fits_host(choice):
             return choice
-        each = self._each(choice)
-        for last in sorted({index for index, _ in each}):
-            if self.fit(more := replace(choice, saved_on_disk=last + 1)):
-                return more
-        return choice
-
-    def _fewest(self, choice: Choice) -> Choice:
-        """The choice with the states of as few buckets as necessary on the disk; see `settled`."""
-        order = [b for b in self.buckets if b.key in self.undecided - choice.places.resident]
-        order = [bucket for bucket in order if self._of(bucket).stored]
-        places = itertools.accumulate(sorted(self._of(bucket).stored for bucket in order))
-        left = (self.disk_bytes or 0) - self.of_disk(choice)
-        most = sum(place <= left for place in places)  # an upper bound: the smallest that fit
-
-        def chosen(count: int) -> Choice:
-            keys = (bucket.key for bucket in self._picked(order, count))
-            return _with(choice, keys, states=Tier.DISK)
-
-        if self.host_bytes is not None:
-            gains = sorted((self._of(bucket).states for bucket in order), reverse=True)
-            over = self.of_host(chosen(0)) - self.host_bytes
-            self.host_too_small |= over > 0
-            if (found := self._first_that_fits(chosen, gains[:most], over)) is not None:
-                return found
-        while most and self.of_disk(chosen(most)) > (self.disk_bytes or 0):
-            most -= 1
-        return chosen(most)
+        counts = sorted({index + 1 for index, _ in self._each(choice)})
+        more = (replace(choice, saved_on_disk=count) for count in counts)
+        return next(filter(self.fits_host, more), choice)
 
     def _picked(self, order: Sequence[Bucket], count: int) -> Sequence[Bucket]:
         """The best `count` buckets; see the module's docstring."""
@@ -258,10 +243,8 @@ class Tiers:
         usual = LARGE * statistics.median(self._of(bucket).states for bucket in order)
         pool = [bucket for bucket in order if self._of(bucket).states <= usual]
         if count >= len(pool):
-            larger = sorted(
-                (bucket for bucket in order if bucket not in pool),
-                key=lambda bucket: self._of(bucket).states,
-            )
+            larger = [bucket for bucket in order if bucket not in pool]
+            larger.sort(key=lambda bucket: self._of(bucket).states)
             return [*pool, *larger[: count - len(pool)]]
         if not self.optimizer.in_backward:
             return pool[len(pool) - count :]
@@ -286,16 +269,16 @@ class Tiers:
 
     @functools.cached_property
     def _plan(self) -> Plan:
-        return self.plan_of_all()
+        """The plan with all states on the disk, which has the number of buffer sets."""
+        stored = self._keys if self.disk_weights is None else self.here.weights_on_disk
+        places = Places.of(self.here.resident, self._keys, stored)
+        return self.drafts.of(Choice(0, places)).plan
 
     def _of(self, bucket: Bucket) -> _Sizes:
         if bucket.key not in self._sizes:
-            trained = self.trained.get(bucket.key, ())
-            kinds = streamed_bytes(bucket, trained, self.optimizer, accumulates=self.accumulates)
-            states = kinds[MemoryKind.STATES]
-            parameters = kinds[MemoryKind.PARAMETERS]
-            rest = sum(kinds.values()) - states - parameters
-            stored = stored_bytes(bucket, trained, self.optimizer)
-            weights = stored_weights_bytes(bucket)
-            self._sizes[bucket.key] = _Sizes(rest, states, parameters, stored, weights)
+            trained, cost = self.trained.get(bucket.key, ()), self.optimizer
+            kinds = streamed_bytes(bucket, trained, cost, accumulates=self.accumulates)
+            states, parameters = kinds.pop(MemoryKind.STATES), kinds.pop(MemoryKind.PARAMETERS)
+            on_disk = stored_bytes(bucket, trained, cost), stored_weights_bytes(bucket)
+            self._sizes[bucket.key] = _Sizes(sum(kinds.values()), states, parameters, *on_disk)
         return self._sizes[bucket.key]

@@ -22,7 +22,7 @@ def predicted(
 ) -> Timeline:
     """Predict each measured run, starting at its measured start. Updates of a model without an
     optimizer are not predicted."""
-    steps: dict[int, Prediction] = {}  # by id of the schedule
+    steps: dict[int, tuple[Prediction, DeviceMemory]] = {}  # by id of the schedule
     alike: dict[tuple[int, str], list[Span]] = {}  # spans of one run of each graph, starting at 0
     spans: list[Span] = []
     for i, run in enumerate(measured.runs):
@@ -32,14 +32,14 @@ def predicted(
         key = id(run.schedule)
         if key not in steps:
             optimizer = (optimizers or {}).get(run.model)
-            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer)
+            memory = device_memory(run.schedule, optimizer=optimizer)
+            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer), memory
+        step, memory = steps[key]
         if (key, run.graph) not in alike:
-            events = [event for event in steps[key].events if event.graph == run.graph]
+            events = [event for event in step.events if event.graph == run.graph]
             start_s = min((event.start_s for event in events), default=0.0)
             infos = describe(run.schedule, run.graph)
-            alike[key, run.graph] = list(
-                _spans(infos, events, steps[key].memory, run.model, later_s=-start_s)
-            )
+            alike[key, run.graph] = list(_spans(infos, events, memory, run.model, later_s=-start_s))
         start_s = min(span.start_s for span in ran)
         spans += (
             replace(span, start_s=start_s + span.start_s, stop_s=start_s + span.stop_s, run=i)
@@ -63,11 +63,12 @@ def predicted_steps(
     graphs = [name for name in schedule.graphs if name != "update" or optimizer is not None]
     runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
     simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
+    memory = device_memory(schedule, optimizer=optimizer)
     infos = {graph: describe(schedule, graph) for graph in graphs}
     spans: list[Span] = []
     for run, (step, graph) in enumerate((step, graph) for step in range(steps) for graph in graphs):
         events = [e for e in simulated.events if (e.step, e.graph) == (step, graph)]
-        spans += _spans(infos[graph], events, simulated.memory, model, run=run)
+        spans += _spans(infos[graph], events, memory, model, run=run)
     return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))
 
 

@@ -19,8 +19,8 @@ from megacompile.cost.hardware import H200
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Placement, Places
-from megacompile.plan.abstract import AbstractProgram, abstract_schedules
-from megacompile.plan.planner import search, search_near
+from megacompile.plan.abstract import AbstractProgram, abstract_programs
+from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from tests import quantized
 from tests.draws import drawn
@@ -84,19 +84,6 @@ def test_nothing_changes_that_choices_are_passed_over_whose_computes_take_too_lo
     assert (hasty.choice, hasty.step_s) == (every.choice, every.step_s)
     for choice, step_s in patient._steps_s.items():
         assert Problem.least_s(patient, choice) <= step_s * (1 + 1e-9)
-
-
-def test_near_a_plan_that_was_found_for_a_tenth_less_is_one_that_will_do() -> None:
-    tower = problem(GIB)
-    least = floor_of(tower)
-    now = replace(tower, budget_bytes=int(1.5 * least))
-    more = replace(tower, budget_bytes=int(1.65 * least))
-    before, whole = search(now), search(more)
-    assert before is not None and whole is not None
-    near = search_near(more, before.choice)
-    assert near is not None and near.peak_bytes <= more.budget_bytes
-    assert near.step_s <= LITTLE * before.step_s  # what was found fits here too
-    assert near.step_s <= 1.04 * whole.step_s
 
 
 @pytest.mark.parametrize(
@@ -172,9 +159,9 @@ class Whole(Problem):
 
 def test_stages_keep_half_where_that_pays() -> None:
     """A third of a step may be recomputed, and the link has no time for saved tensors."""
-    slow = H200.replace(d2h_gb_s=5.0, d2h_both_gb_s=5.0)
-    tower = replace(problem(GIB, 32768, in_backward=True), hardware=slow)
-    tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()))
+    slow = H200.replace(d2h_gb_s=2.0, d2h_both_gb_s=2.0)
+    tower = problem_of(captured(tower_of_blocks(), 8, 1024, 512)[0], hardware=slow)
+    tower = replace(tower, budget_bytes=2 * tower.floor_bytes())
     found, whole = search(tower), search(as_kind(Whole, tower))
     assert found is not None and whole is not None and not whole.choice.halves
     assert found.choice.halves and found.choice.keep > whole.choice.keep
@@ -193,13 +180,13 @@ def test_plans_are_compared_on_a_slower_host_too() -> None:
     """A plan whose updates end just in time would wait for a slower host."""
     hardware = H200.replace(update_gb_s=45.0)
     tower = problem(0, tokens=8192)
-    tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()), hardware=hardware)
+    tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=hardware)
     sure = search(tower, device_update=False)
     fastest = search(as_kind(AsMeasured, tower), device_update=False)
     assert sure is not None and fastest is not None
     assert sure.step_s == tower.step_s(sure.choice)
     assert fastest.step_s < sure.step_s < 1.05 * fastest.step_s
-    assert tower.expected_s(sure.choice) < 0.98 * tower.expected_s(fastest.choice)
+    assert tower.expected_s(sure.choice) < 0.99 * tower.expected_s(fastest.choice)
 
 
 def test_states_are_fetched_later_where_that_makes_room() -> None:
@@ -285,7 +272,7 @@ def planned(made: AbstractProgram, device_bytes: int) -> tuple[float, Choice]:
     each = made.planned()
     graphs = other.pipeline.differentiated(*each)
     found, _ = other.chooser.choose(each.stages, graphs, each.variant, Placement())
-    return other.chooser.problems.of(graphs, each.variant).expected_s(found), found
+    return other.chooser.problem(graphs, each.variant).expected_s(found), found
 
 
 @pytest.mark.parametrize("in_backward", drawn([False], [True]))
@@ -399,7 +386,8 @@ def test_a_plan_knows_the_leaves_of_packed_parameters(kind: str) -> None:
     """It has the buckets and inputs of the real run, and does not change the model."""
     model = quantized.model(quantized.OWN[kind])
     before = [id(param) for param in model.parameters()]
-    (plan,) = abstract_schedules(model, (torch.arange(16).view(2, 8),))
+    (program,) = abstract_programs(model, (torch.arange(16).view(2, 8),))
+    plan = program.schedule()
     assert [id(param) for param in model.parameters()] == before
     streamed = megacompile(model, device="cpu", lowering="eager")
     quantized.trained(streamed, steps=1)

@@ -138,8 +138,8 @@ PLANTED: list[tuple[Rule, str, str, list[str]]] = [
     (imported, "unit", "from megacompile.plan import planner", []),
     (patched, "", "from megacompile import api\np.setattr(api, 'f', 1)", ["2: api"]),
     (patched, "", "import megacompile.api as a\na.f = 1", ["2: a"]),
-    (patched, "", "from unittest import mock\nfrom megacompile.plan.tries import Tries\n"
-     "with mock.patch.object(Tries, 'add'): pass", ["3: Tries"]),
+    (patched, "", "from unittest import mock\nfrom megacompile.plan.candidates import Candidates\n"
+     "with mock.patch.object(Candidates, 'add'): pass", ["3: Candidates"]),
     (patched, "", "@mock.patch('megacompile.api.f')\ndef f(): pass", ["1: megacompile.api.f"]),
     (patched, "", "from megacompile import numa\ndel numa.node_of", ["2: numa"]),
     (patched, "", "from megacompile import numa\nmodel.numa.x = 1\nnuma.bind(1)", []),

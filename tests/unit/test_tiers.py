@@ -18,9 +18,8 @@ from megacompile.cost.places import disk_memory, host_memory
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Places, Tier, first_to_disk
 from megacompile.ir.schedule import Schedule
-from megacompile.plan.planner import search
-from megacompile.plan.problem import Problem
-from megacompile.plan.searches import DEVICE, DISK, HOST, lacking, nearest
+from megacompile.plan.planner import nearest, search
+from megacompile.plan.problem import DEVICE, DISK, HOST, Problem
 from megacompile.verify.proof import verify
 from tests.planning import (
     GIB,
@@ -46,7 +45,7 @@ def check_sums(tower: Problem, choice: Choice) -> Schedule:
     schedule = tower.schedule(choice)
     host = sum(host_memory(schedule, tower.optimizer).values())
     assert tower.host_bytes(choice) == pytest.approx(host, abs=8)
-    assert tower.tiers.of_disk(choice) == sum(disk_memory([schedule], tower.optimizer).values())
+    assert tower.disk_bytes(choice) == sum(disk_memory([schedule], tower.optimizer).values())
     return schedule
 
 
@@ -229,10 +228,10 @@ def test_parameters_go_where_states_are_not_enough() -> None:
     assert found[:2] == [0, 0] and 0 < found[2] < found[3] < found[4] < len(order)
     small = replace(here, host_budget_bytes=least - 8 * size)
     assert not small.settled(Choice(0)).places.weights_on_disk
-    states = tower.tiers.of_disk(Choice(0, Places.of(on_disk=order)))
+    states = tower.disk_bytes(Choice(0, Places.of(on_disk=order)))
     for left in (0, 3 * size):  # the disk is a budget too
         full = replace(tower, host_budget_bytes=GIB // 4, disk_budget_bytes=states + left)
-        assert full.tiers.of_disk(full.settled(Choice(0))) <= states + left
+        assert full.disk_bytes(full.settled(Choice(0))) <= states + left
         assert not full.fits_host(full.settled(Choice(0)))
     two = Places.of(weights_on_disk=order[2:4])  # already there
     there = replace(small, here=two).settled(Choice(0)).places
@@ -303,9 +302,9 @@ def test_it_is_the_host_that_is_short() -> None:
     tower = replace(tower, host_budget_bytes=min(sizes) - 2**20)
     assert search(tower) is None
     found = nearest(tower)
-    lacks = lacking(tower, found)
+    lacks = tower.lacking(found)
     assert (found.offload or found.rerun) and [*lacks] == [HOST] and lacks[HOST] <= 2**20
-    assert lacking(tower, Choice(0))[DEVICE] > lacks[HOST]
+    assert tower.lacking(Choice(0))[DEVICE] > lacks[HOST]
     assert search(more(tower, lacks)) is not None
 
 
@@ -323,10 +322,10 @@ def test_with_what_is_lacking_it_fits(
         disk_budget_bytes=None if disk is None else int(disk * size),
     )
     found = nearest(tower)
-    lacks = lacking(tower, found)
+    lacks = tower.lacking(found)
     enough = more(tower, lacks)
-    assert not lacking(enough, found)
+    assert not enough.lacking(found)
     if search(tower) is None:
         assert lacks
-        assert sum(lacks.values()) <= sum(lacking(tower, tower.tightest()).values())
+        assert sum(lacks.values()) <= sum(tower.lacking(tower.tightest()).values())
         assert enough.fits_host(found) and enough.peak_bytes(found) <= enough.budget_bytes
