@@ -264,7 +264,7 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reduced(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a reduction takes, and what it returns."""
+    """The tensor that a reduction takes, and the one that it returns."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return tensors_of(source)[0], tensors_of(node)[0]
