@@ -206,8 +206,8 @@ class Tiers:
         sizes: Sequence[tuple[int, int]],
     ) -> Choice:
         """The choice with the first few buckets of an order moved: as few as necessary for the rest
-        to fit on the host, or the number that needs the least host memory; as many as the disk
-        holds if host memory is unknown.
+        to fit on the host, or as many as the disk holds if that is not enough or host memory is
+        unknown.
 
         Args:
             moved: returns the choice with so many buckets moved.
@@ -225,8 +225,9 @@ class Tiers:
             found = next(filter(self.fits_host, map(moved, range(least, most + 1))), None)
             if found is not None:
                 return found
-        each = [choice for choice in map(moved, range(most + 1)) if self.disk_bytes(choice) <= disk]
-        return each[-1] if host is None and each else min(each, key=self.host_bytes, default=stays)
+        while most and self.disk_bytes(moved(most)) > disk:
+            most -= 1
+        return moved(most)
 
     def _with_saved(self, choice: Choice) -> Choice:
         """The choice with saved tensors on the disk, if that makes it fit."""
