@@ -187,7 +187,7 @@ class Tiers:
             free -= choice.places.weights_on_disk
             trained = {key for key in self.trained if self.trained[key]}
             order = [b for b in first_to_disk(self.buckets, trained) if b.key in free]
-            states = found
+            states = min(found, self._without_large_states(found), key=self.host_bytes)
             found = self._with_fewest(
                 order,
                 lambda count: _with(states, order[:count], weights=Tier.DISK),
@@ -198,6 +198,14 @@ class Tiers:
             streamed = [bucket for bucket in self.buckets if bucket.key in self._weights(found)]
             found = _with(found, streamed, weights=Tier.DISK)
         return found
+
+    def _without_large_states(self, choice: Choice) -> Choice:
+        """The choice without large states on the disk: their buffers may take more host memory than
+        the states themselves."""
+        stored = [bucket for bucket in self.buckets if bucket.key in choice.places.on_disk]
+        usual = LARGE * statistics.median(self._of(b).states for b in stored) if stored else 0
+        large = (b for b in stored if self._of(b).states > usual and b.key in self._storable)
+        return _with(choice, large, states=Tier.HOST)
 
     def _with_fewest(
         self,
