@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar, cast
+from typing import Never, TypeVar, cast
 
 import torch
 from torch import nn
@@ -71,6 +71,7 @@ def megacompile(
     slots: int | None = None,
     cuda_graphs: bool = True,
     detect_anomaly: bool = False,
+    **removed: Never,
 ) -> M:
     """Compile a model whose parameters and gradients stream between host and device memory.
 
@@ -143,6 +144,8 @@ def megacompile(
         slots: device buffers for prefetched buckets, at least `lookahead + 1`.
         cuda_graphs: capture a model that fits as CUDA graphs, and replay them in each step.
         detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf.
+        removed: not an option. The name of a removed option raises an error that names its
+            replacement.
 
     Raises:
         ModelError: `model` is not a module, its parameters cannot be streamed, or another
@@ -167,9 +170,9 @@ def megacompile(
             optimizer.zero_grad()
     """
     given = {**locals()}  # the parameters: no other local exists yet
-    del given["model"], given["checkpoint"]
+    del given["model"], given["checkpoint"], given["removed"]
     log.configure()
-    options = Options.resolve(**given)
+    options = Options.resolve(**given, **removed)
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import option_checks as checks
-from megacompile.errors import OptionError
+from megacompile.errors import OptionError, OptionTypeError
 from megacompile.option_values import COMPUTE_DTYPES, GRAD_DTYPES, STATE_DTYPES
 from megacompile.option_values import Activations as Activations
 from megacompile.option_values import Head as Head
@@ -84,8 +84,13 @@ class Options:
         Raises:
             OptionError: a value is out of range or contradicts another, or the device does not
                 exist.
-            OptionTypeError: a value has the wrong type (also a `TypeError`).
+            OptionTypeError: a value has the wrong type, or the option does not exist (also a
+                `TypeError`).
         """
+        for name in given.keys() - {field.name for field in fields(Options)}:
+            if name in _REMOVED:
+                raise OptionTypeError(f"megacompile(): {name}= was removed; {_REMOVED[name]}")
+            raise OptionTypeError(f"megacompile() got an unexpected keyword argument {name!r}")
         above: dict[str, Any] = {}
         for field in fields(Options):
             if field.name in given or field.default is MISSING:
@@ -207,6 +212,9 @@ def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
                     f"megacompile(): option {name!r} is {of_ranks[0][name]} in rank 0 and {value} "
                     f"in rank {rank}; pass the same in all ranks"
                 )
+
+
+_REMOVED = {"whole_buckets": "leave it out; ranks gather buckets on the GPUs"}
 
 
 def _as_given(name: str, value: Any) -> str:

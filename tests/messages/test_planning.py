@@ -241,6 +241,10 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an input in place": (lambda: changed(lambda given: given[1]["x"].add_(1)), BackwardError,
      "Stack: input {} of shape (4, 16) was changed in place since the forward, and the backward "
      "needs its old value; change a copy (.clone()), or call backward() first"),
+    "no such option": (lambda: on_cpu(look_ahead=2), OptionTypeError,
+     "megacompile() got an unexpected keyword argument 'look_ahead'"),
+    "a removed option": (lambda: on_cpu(whole_buckets=True), OptionTypeError,
+     "megacompile(): whole_buckets= was removed; leave it out; ranks gather buckets on the GPUs"),
 }  # fmt: skip
 OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
     (on_cpu, {"lookahead": 1.0}, OptionTypeError,
