@@ -40,7 +40,7 @@ from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.model import program
 from megacompile.runtime.ops.executor import BoundOps, Executor
 from megacompile.runtime.ops.machine import Machine, handles
-from megacompile.runtime.params.gradient_record import GradRoute
+from megacompile.runtime.params.backward_pass import GradRoute
 from megacompile.views import python
 from tests import inside
 from tests.interrupts import traced

@@ -249,12 +249,11 @@ CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default
 # The product of fp8 matrices, each with a scale.
 SCALED_MM = torch._scaled_mm
 
-# Functions on lists of tensors: of clip_grad_norm_, GradScaler.unscale_, zero_grad, and of
+# Functions on lists of tensors: of clip_grad_norm_, zero_grad, and of
 # torch.optim, which counts steps with one.
 FOREACH_NORM = torch._foreach_norm
 FOREACH_COPY = torch._foreach_copy_
 FOREACH_MUL = torch._foreach_mul_
-FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 FOREACH_ZERO = torch._foreach_zero_
 FOREACH_ADD = torch._foreach_add_
 

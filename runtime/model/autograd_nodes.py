@@ -23,7 +23,7 @@ from torch import fx
 from megacompile import compat, notices
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.params.accumulators import Users, users_of
+from megacompile.runtime.params.parameter_gradients import Users, users_of
 from megacompile.runtime.params.proxies import Link
 
 

@@ -30,7 +30,7 @@ from megacompile.runtime.model.shared_values import Readings, Source, changed, s
 from megacompile.runtime.ops.compute import random_state, set_random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradient_record import Others
+from megacompile.runtime.params.backward_pass import Others
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.proxies import StreamedParameter
 

@@ -379,7 +379,7 @@ class CapturedGraph:
                 lacking = None if may_move else error.with_traceback(None)
                 wanted = program.choose(variant, again=True)
             if program.tangents:
-                self.updates.ahead.precompile(wanted.places.resident)
+                self.updates.parts.precompile(wanted.places.resident)
             now = self.plans.placement
             if wanted != now and lacking is not None:
                 raise MovesFirst(lacking)
@@ -387,7 +387,7 @@ class CapturedGraph:
                 raise MovesFirst
             planned = program.plan(variant)
             if program.tangents:
-                self.updates.ahead.preallocate(planned)
+                self.updates.parts.preallocate(planned)
             program.executor(variant)
 
     def _divided(

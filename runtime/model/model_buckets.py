@@ -32,7 +32,6 @@ from megacompile.runtime.model.ddp_checks import DdpChecks, refuse_moves
 from megacompile.runtime.model.program import Plans
 from megacompile.runtime.model.start import buffers_to, machine_of
 from megacompile.runtime.params.eager_notice import EagerNotice
-from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -42,7 +41,12 @@ from megacompile.runtime.params.proxies import (
     follow_parts,
     parts_of,
 )
-from megacompile.runtime.params.shared_memory import AliasNotice
+from megacompile.runtime.params.shared_memory import (
+    are_parts,
+    known_aliases,
+    warn_of_aliases,
+    with_aliases,
+)
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.swap import Proxies
 from megacompile.runtime.params.undo import Undos, undone
@@ -70,8 +74,7 @@ class ModelBuckets:
         self.notice = EagerNotice(self.machine.links)
         self._noted: set[int] = set()  # the part of `notice.read` that the plans know
         self._keeps_gradients = options.plans and options.optimizer is None  # on the device
-        self._aliases = AliasNotice()
-        self._aliases.of_model(model)
+        warn_of_aliases(model, known_aliases(model), self)
         if ranks is not None:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
@@ -104,7 +107,6 @@ class ModelBuckets:
         before = bool(machine.buckets)
         machine.buckets.clear()
         machine.trained.clear()  # their updates refer to old buckets
-        machine.labels.clear()
         if options.resident is not None:
             resident = start.first_that_fit(units, named, options)
         filling = None
@@ -113,7 +115,7 @@ class ModelBuckets:
             on_device = {id(param) for key in resident for param in params[key]}
             refuse_moves(self.model, on_device, options.device.type)
             if contents is None and start.fills_later(named.values(), options.device):
-                filling = Filling(options.device, Background("megacompile-parameters"))
+                filling = options.device, Background("megacompile-parameters")
         if contents is not None:
             for unit in units:
                 key = unit.bucket.key
@@ -201,8 +203,8 @@ class ModelBuckets:
             self.machine.ranks.agreement.steps += 1
         replaced = [bucket for bucket in self.machine.buckets.values() if bucket.is_replaced()]
         if replaced:
-            params = [param for bucket in replaced for param, _ in bucket.replaced()]
-            self._aliases.of_parts(self.model, params)
+            params = [bucket.params[i] for bucket in replaced for i in bucket.replaced()]
+            warn_of_aliases(self.model, are_parts(params), self)
         self._note_fetches()
         self.move_if_wanted()
         if not replaced:
@@ -211,7 +213,7 @@ class ModelBuckets:
             if bucket.is_replaced():
                 bucket.pending.settle()
                 if not self.machine.exchanged():
-                    bucket.adopt(moved=False)
+                    bucket.adopt()
 
     def move_if_wanted(self) -> None:
         """Apply the plans' placement of buckets and states, unless a backward is pending."""
@@ -233,7 +235,7 @@ class ModelBuckets:
                 self.plans.compiler.replan()
                 self.plans.expire()
             else:
-                self._aliases.of_moving(self.model, self._aliased(moving))
+                warn_of_aliases(self.model, self._aliased(moving), self)
                 self._move(wanted)
 
     def _aliased(self, keys: Iterable[int]) -> Iterator[nn.Parameter]:
@@ -293,11 +295,11 @@ class ModelBuckets:
         progress.now(f"moving parameters to the {where}")
         old.pending.settle()
         undos.append(functools.partial(show_again, [(p, p.grad) for p in old.params]))
-        gradients, lacking = self.machine.gradients.take(key)
+        gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._new_bucket(
             old.whole, old.params, resident=resident, stored=stored
         )
-        self.machine.gradients.put(self.machine.buckets[key], gradients, lacking)
+        self.machine.gradients.put(self.machine.buckets[key], gradients)
         for param in old.params:
             follow(param)
 
@@ -343,10 +345,10 @@ class ModelBuckets:
             pending = bucket.pending
             if pending.in_flight is not None and pending.in_flight.done():
                 pending.wait()
-            if pending.torn is not None:
+            if pending.left:
                 pending.check()  # code that restores it may read it, but not train with it
             if bucket.has_copy:
-                bucket.refresh()
+                bucket.copy.refresh()
         buffers_to(self.model, self.options.device, modules)
 
     def follow_plans(self) -> None:
@@ -405,15 +407,15 @@ class ModelBuckets:
         whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
         moved = [p for p in whole if compat.local(p).data_ptr() not in ours]
         known = {id(param) for bucket in buckets for param in bucket.params}
-        self._aliases.of_parts(self.model, [param for param in moved if id(param) in known])
-        self._aliases(self.model, [param for param in moved if id(param) not in known])
+        warn_of_aliases(self.model, are_parts(p for p in moved if id(p) in known), self)
+        warn_of_aliases(self.model, with_aliases(p for p in moved if id(p) not in known), self)
         fits = fits and not self.machine.exchanged()
         if fits:
             self._leave_to_others()
         if not fits or not all(bucket.adopt() for bucket in buckets):
             stay = params - set(map(id, moved))
             named = (p for p in self._aliased(self.machine.buckets) if id(p) in stay)
-            self._aliases.of_moving(self.model, named)
+            warn_of_aliases(self.model, named, self)
             self._anew()
         else:
             self._make_proxies()  # a parameter's memory may have been moved

@@ -53,7 +53,6 @@ class Executor:
         self.schedule = schedule
         self.machine = machine
         machine.device_update.keys |= schedule.plan.device_update
-        machine.labels |= {bucket.key: bucket.label for bucket in schedule.buckets}
         self._inputs = {
             name: [(node.name, token_of(node)) for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
@@ -141,7 +140,7 @@ class Executor:
         """The buckets that a forward without a backward leaves for the next forward, by slot."""
         with unguarded():
             each = [(i, key, self.machine.buckets[key].copy.mark()) for i, key in self._stays]
-        return {i: (key, mark.holds) for i, key, mark in each if mark is not None}
+        return {i: (key, mark) for i, key, mark in each if mark is not None}
 
     def is_left(self) -> bool:
         """True if the slots hold the buckets that the previous forward left for this one."""

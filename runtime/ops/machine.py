@@ -24,11 +24,11 @@ from megacompile.runtime.device.replay import CudaGraphs, Replay
 from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.streams import DeviceSlots, Handle, Streams
 from megacompile.runtime.disk.transfers import Disk, Request
-from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.work import Fill
 from megacompile.runtime.updates.in_backward import InBackward, MicroSteps
 from megacompile.runtime.updates.on_device import Deferred, DeferredFrees, DeviceUpdates
 from megacompile.runtime.updates.parameter import WriteBack
@@ -61,7 +61,6 @@ class Machine:
     stepped: bool = False  # True if that step is over
     steps: int = 0  # started steps of optimizers over its parameters
     assigned: int = 0  # number of in-place updates of inputs by schedules so far
-    labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, from any schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
     staging: Staging | None = field(init=False)  # staging memory of data on a disk
     host_updates: Workers = field(init=False)
@@ -163,7 +162,7 @@ class Machine:
         Adopting one would overwrite the other.
         """
         buckets = self.buckets.values()
-        replaced = [compat.local(param) for bucket in buckets for param, _ in bucket.replaced()]
+        replaced = [compat.local(b.params[i]) for b in buckets for i in b.replaced()]
         homes = {home for bucket in buckets for home in bucket.homes if home}  # 0: no elements
         return any(param.untyped_storage().data_ptr() in homes for param in replaced)
 

@@ -1,49 +1,189 @@
-"""One call of `backward()`: the gradients that captured graphs return to autograd, and the work at
-its end.
+"""One call of `backward()`: a record of each gradient that captured graphs return to autograd, and
+the work at its end.
 
-Autograd accumulates: it adopts a bucket's gradient as `p.grad` without a copy, adds to an existing
-one, and runs hooks. Copies to the host may still be in flight then. The end of `backward()` waits
-for them, gives each `p.grad` its precomputed norm, and copies sums that autograd allocated
-elsewhere into the bucket.
+Autograd adopts a bucket's gradient as `p.grad` without a copy, adds to an existing one, and runs
+hooks. The end of `backward()` waits for copies to the host, gives each `p.grad` its precomputed
+norm, and copies sums that autograd allocated elsewhere into the bucket.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megacompile import compat
+from megacompile.host_memory import pinned_empty
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.gradient_guards import (
-    fold,
+    GradientGuard,
     leave_unsummed,
-    make_lazy,
     note_sum,
     sum_late,
     take,
 )
-from megacompile.runtime.params.gradient_record import GradientRecord, Norms, Totals
-from megacompile.runtime.params.guards import guard_of, is_shared
+from megacompile.runtime.params.guards import GuardState, any_shared, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket
 
 # average bytes per gradient: a GPU scales smaller ones faster than the host can guard them
 LEAST_FOLDED = 4 * 2**20
 
 
-class BackwardPass:
-    """The gradients of one call of `backward()`; `Gradients` keeps it until the call ends.
+class GradRoute(enum.Enum):
+    """The route of one gradient of a captured graph."""
 
-    Args:
-        folds: updates on the device multiply a bucket's gradients by a factor themselves.
+    WRITE = enum.auto()  # into the bucket, whose memory autograd adopts as `p.grad` without a copy
+    # the device adds to the bucket's gradient and writes the total there. `p.grad` is set to None,
+    # and autograd receives the total
+    ACCUMULATE = enum.auto()
+    # the same, if the gradient so far is from an earlier graph in the same backward: autograd has
+    # its memory already and receives nothing more
+    ACCUMULATE_SAME_PASS = enum.auto()
+    SEPARATE = enum.auto()  # into separate memory, and autograd adds: an observer sees a difference
+    DISCARD = enum.auto()  # autograd does not need it
+
+    @property
+    def in_bucket(self) -> bool:
+        """True if autograd receives the bucket's memory."""
+        return self is GradRoute.WRITE or self is GradRoute.ACCUMULATE
+
+    @property
+    def adds(self) -> bool:
+        """True if the device accumulates into the gradient so far."""
+        return self is GradRoute.ACCUMULATE or self is GradRoute.ACCUMULATE_SAME_PASS
+
+
+class Wish(enum.Enum):
+    """Autograd's request for one gradient."""
+
+    ACCUMULATE = enum.auto()
+    SHOW = enum.auto()  # a hook sees it
+    RETURN = enum.auto()  # requested by `autograd.grad()`: not accumulated
+    NONE = enum.auto()
+
+
+class Others(enum.Enum):
+    """The other users of a parameter in the same backward."""
+
+    NONE = enum.auto()
+    GRAPHS = enum.auto()  # other captured graphs, or the same one twice
+    CODE = enum.auto()  # uncaptured code, or unknown
+
+
+class ParamUse(NamedTuple):
+    """The use of one parameter in a backward."""
+
+    wish: Wish = Wish.ACCUMULATE
+    others: Others = Others.NONE
+
+
+USUAL = ParamUse()
+
+
+class GradientRecord:
+    """The gradient of one parameter in one call of `backward()`; owned by its `BackwardPass`.
+
+    The class attributes hold the values of the common case: a first gradient, from one captured
+    graph. An object sets only those that differ, so that creating one calls nothing.
     """
+
+    # route in the captured graph whose backward runs or ran last
+    use = USUAL
+    route = GradRoute.WRITE
+    joined = False  # True if autograd adds to a `p.grad` outside of the bucket
+    separate: torch.Tensor | None = None  # separate memory
+    kept = False  # adopted by a resident bucket
+    done = False  # done by an attempt that ran out of memory
+    # used at the end of `backward()`
+    memory: torch.Tensor | None = None  # received by autograd
+    in_bucket = False  # True if that is the bucket's memory
+    first = False  # True if `p.grad` was None before
+    watched = False  # True if it is read before the end
+    before: torch.Tensor | None = None  # the `p.grad` that the total replaces
+    summed: bool | None = None  # False: by a later backward; None: not in the bucket
+    updated = False  # consumed by an update in the backward
+    norms: Norms | None = None  # of the consumed gradient
+
+    @property
+    def is_seen(self) -> bool:
+        """True if the graph's gradient is read before `backward()` returns."""
+        return self.joined or self.use.wish is Wish.SHOW or self.use.others is Others.CODE
+
+
+class Norms:
+    """The norms of a bucket's gradients, in flight to the host or on the device."""
+
+    def __init__(self, indices: Iterable[int]) -> None:
+        self.indices = tuple(indices)
+        self._copied: torch.cuda.Event | None = None  # after the copy, or after the norms
+        self._buffer: torch.Tensor | None = None
+        self._values: list[list[float]] = []
+
+    def fill(
+        self,
+        norms: torch.Tensor,  # (2 or 1, len(indices)) float32, device: L2 norms, largest values
+        queue: torch.cuda.Stream | None,
+    ) -> None:
+        """Copy the norms to the host on a stream."""
+        make = torch.empty if queue is None else pinned_empty
+        buffer = make(tuple(norms.shape), dtype=norms.dtype)
+        buffer.copy_(norms, non_blocking=True)
+        self.keep(buffer, None if queue is None else queue.record_event())
+
+    def keep(self, norms: torch.Tensor, made: torch.cuda.Event | None) -> None:
+        """Leave norms, as for `fill`, on the device until requested; `made` is recorded after."""
+        self._buffer, self._copied = norms, made
+
+    def rows(self) -> list[list[float]]:
+        """The L2 norms and, if computed, the largest absolute values."""
+        if not self._values:
+            assert self._buffer is not None, "norms that no op has taken"
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._values = self._buffer.tolist()
+            self._buffer = None
+        return self._values
+
+
+Rows = Callable[[Norms], list[list[float]]]  # of one rank, or over all
+
+
+def over_ranks(ranks: Ranks, expected: Iterable[Norms]) -> Rows:
+    """Norms of sharded gradients over all ranks: one collective per backward. Every rank expects
+    norms in the same order, and must request the first one at the same point of its program, as
+    with any DTensor."""
+    norms = list({id(each): each for each in expected}.values())
+    found: dict[int, list[list[float]]] = {}  # by the id of the norms
+
+    def rows(wanted: Norms) -> list[list[float]]:
+        if not found:
+            mine = [each.rows() for each in norms]
+            flat = [value for rows in mine for row in (rows[0], rows[-1]) for value in row]
+            columns = list(zip(*ranks.gathered(flat), strict=True))  # each: of all ranks
+            first = 0
+            for each in norms:
+                middle = first + len(each.indices)
+                end = middle + len(each.indices)
+                squares = [sum(x**2 for x in column) for column in columns[first:middle]]
+                found[id(each)] = [[*map(math.sqrt, squares)], [*map(max, columns[middle:end])]]
+                first = end
+        return found[id(wanted)]
+
+    return rows
+
+
+class BackwardPass:
+    """The gradients of one call of `backward()`; `Gradients` keeps it until the call ends."""
 
     def __init__(
         self,
@@ -51,29 +191,16 @@ class BackwardPass:
         buckets: Mapping[int, HostBucket],
         ranks: Ranks | None = None,
         *,
-        folds: bool = False,
+        folds: bool = False,  # updates on the device multiply gradients by a factor themselves
     ) -> None:
         self.folds = folds
         self.ranks = ranks
-        self.totals = None if ranks is None else Totals(ranks)
         self.streams = streams
         self.buckets = buckets
-        self.records: dict[ParamId, GradientRecord] = {}
-        self.last = True  # the last backward before the step, as far as known
+        self.last = True  # False: another backward will add to the gradients
+        self.records: defaultdict[ParamId, GradientRecord] = defaultdict(GradientRecord)
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: copies to the host
-
-    def record(self, place: ParamId) -> GradientRecord:
-        """The record of a parameter, created at first use."""
-        found = self.records.get(place)
-        if found is None:
-            found = self.records[place] = GradientRecord()
-        return found
-
-    def has(self, place: ParamId) -> bool:
-        """True if autograd has received a parameter's gradient."""
-        found = self.records.get(place)
-        return found is not None and found.memory is not None
 
     def await_copies(self, keys: Iterable[int]) -> None:
         """Wait on the host for the copies of some buckets' gradients."""
@@ -87,8 +214,7 @@ class BackwardPass:
                 self.streams.wait_on_compute(event)
 
     def give_up(self) -> None:
-        """Clean up after a failure: gradients taken out of `p.grad` and not accumulated are
-        restored, and accumulated ones become readable."""
+        """After a failure, restore gradients taken out of `p.grad` and not accumulated."""
         self.await_copies(self.copies)
         for (key, i), record in self.records.items():
             param = self.buckets[key].params[i]
@@ -102,35 +228,38 @@ class BackwardPass:
         Waits for the copies to the host, except for buckets that the device will update: their
         gradients are guarded, and the first reader waits.
         """
-        taken: list[ParamId] = []
-        updated: list[tuple[ParamId, GradientRecord]] = []
-        replaced = False
-        for place, record in self.records.items():
-            if record.in_bucket:
-                taken.append(place)
-                replaced |= record.before is not None
-            if record.updated:
-                updated.append((place, record))
+        records = self.records
+        taken = [place for place, record in records.items() if record.in_bucket]
+        updated = [(place, record) for place, record in records.items() if record.updated]
         in_place = self._in_place(taken)
         lazy = self._lazy(in_place) if self.norms else set[int]()
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
+        norms = [record.norms for _, record in updated if record.norms is not None]
+        # norms reference this object, not the gradients, whose memory the next ones reuse
+        totals = [*self.norms.values(), *norms]
+        rows: Rows = Norms.rows if self.ranks is None else over_ranks(self.ranks, totals)
         for (key, i), record in updated:
-            norms = record.norms
-            of_it = None if norms is None else partial(self._norms, norms, norms.indices.index(i))
-            take(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, of_it)
-        if len(in_place) < len(taken) or replaced:
+            bucket, norms_of = self.buckets[key], record.norms
+            of_it = None
+            if norms_of is not None:
+                of_it = partial(_of_one, rows, norms_of, norms_of.indices.index(i))
+            take(bucket.params[i], bucket.layout.params[i].name, of_it)
+        replaced = [at for at in taken if records[at].before is not None]
+        if replaced or len(in_place) < len(taken):
             for place in sorted(taken):
                 self._settle_down(place)
             in_place = self._in_place(taken)
         if self.ranks is not None and self.ranks.replicas > 1:
             self._sum(self.ranks)
-        quiet = {place for place in in_place if not self.records[place].watched}
-        self._serve(quiet, lazy)
+        quiet = {place for place in in_place if not records[place].watched}
+        for key, norms_of in self.norms.items():
+            for k, i in enumerate(norms_of.indices):
+                if (key, i) in quiet:
+                    self._serve(key, i, partial(_of_one, rows, norms_of, k), lazy=key in lazy)
         if self.folds:
             self._fold(quiet)
-        # norms reference this object, not the gradients, whose memory the next ones reuse
-        self.records.clear()
+        records.clear()
 
     def _sum(self, ranks: Ranks) -> None:
         """Record which gradients are summed over replicas. After a last backward all are: gradients
@@ -139,15 +268,12 @@ class BackwardPass:
             if record.summed:
                 note_sum(self.buckets[key].params[i])
         self._leave_unsummed()
-        if not self.last:
-            return
-        buckets = self.buckets.values()
-        params = {
-            of.name: param
-            for bucket in buckets
-            for of, param in zip(bucket.layout.params, bucket.params, strict=True)
-        }
-        sum_late(params, ranks)
+        if self.last:
+            named = (
+                zip([place.name for place in bucket.layout.params], bucket.params, strict=True)
+                for bucket in self.buckets.values()
+            )
+            sum_late(dict(chain.from_iterable(named)), ranks)
 
     def _leave_unsummed(self) -> None:
         for (key, i), record in self.records.items():
@@ -155,8 +281,8 @@ class BackwardPass:
                 leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
     def _in_place(self, taken: Sequence[ParamId]) -> set[ParamId]:
-        """The gradients among these that are in place in the buckets. Checks all of them at once
-        first, because every step has many."""
+        """The gradients among these that are in place in the buckets: usually all, so checks all of
+        them at once first."""
         buckets, address = self.buckets, torch.Tensor.data_ptr
         theirs: list[Any] = [buckets[key].params[i].grad for key, i in taken]
         ours: list[Any] = [buckets[key].grads.get(i) for key, i in taken]
@@ -176,15 +302,17 @@ class BackwardPass:
         gradient, memory = param.grad, bucket.grads.get(i)
         if gradient is None or memory is None:  # a hook took it, or the parameter was frozen since
             return
+        mine = compat.local(gradient)
         if lies_in_bucket(bucket, i):
             if before is not None:
                 param.grad = before
-            return
-        mine = compat.local(gradient)
-        fits = type(mine) is torch.Tensor and mine.dtype == memory.dtype
-        if not (fits and record.first and gradient.layout is torch.strided):
-            return
-        if compat.storage_users(mine) == compat.storage_users(memory) == 1:
+        elif (
+            record.first
+            and type(mine) is torch.Tensor
+            and mine.dtype == memory.dtype
+            and gradient.layout is torch.strided
+            and compat.storage_users(mine) == compat.storage_users(memory) == 1
+        ):
             with torch.no_grad():
                 memory.copy_(mine)
             param.grad = compat.like(param, memory.detach())
@@ -205,28 +333,17 @@ class BackwardPass:
             )
         }
 
-    def _norms(self, norms: Norms, k: int) -> tuple[float, ...]:
-        """The L2 norm and the largest absolute value of a gradient, over all ranks."""
-        return norms.get(k) if self.totals is None else self.totals.get(norms, k)
-
-    def _serve(self, quiet: set[ParamId], lazy: set[int]) -> None:
-        """Guard gradients whose norms were computed on the device; they return these norms."""
-        if self.totals is not None:
-            others = [r.norms for r in self.records.values() if r.norms is not None]
-            self.totals.expect([*self.norms.values(), *others])
-        for key, norms in self.norms.items():
-            bucket = self.buckets[key]
-            copied = self.copies[key] if key in lazy else None
-            for k, i in enumerate(norms.indices):
-                gradient = bucket.params[i].grad
-                if (key, i) not in quiet or gradient is None or guard_of(gradient) is not None:
-                    continue
-                mine = compat.local(gradient)
-                if type(mine) is not torch.Tensor:
-                    continue
-                if key in lazy or compat.storage_users(mine) <= 2:  # no alias changes it
-                    name, of_it = bucket.layout.params[i].name, partial(self._norms, norms, k)
-                    make_lazy(gradient, name, of_it, bucket.pending, copied)
+    def _serve(self, key: int, i: int, norms: Callable[[], Sequence[float]], *, lazy: bool) -> None:
+        """Guard a gradient whose norms were computed on the device; it returns these norms."""
+        bucket = self.buckets[key]
+        gradient = bucket.params[i].grad
+        mine = None if gradient is None else compat.local(gradient)
+        if gradient is None or type(mine) is not torch.Tensor or guard_of(gradient) is not None:
+            return
+        if lazy or compat.storage_users(mine) <= 2:  # no alias changes it
+            name, copied = bucket.layout.params[i].name, self.copies[key] if lazy else None
+            state, work = GuardState.LAZY, bucket.pending
+            GradientGuard(gradient, state, name, norms, work=work, copied=copied)
 
     def _fold(self, quiet: Iterable[ParamId]) -> None:
         """Guard the gradients that stay on the device; they record a factor from now on."""
@@ -239,12 +356,17 @@ class BackwardPass:
             gradient = bucket.params[i].grad
             if bucket.resident is None or type(gradient) is not torch.Tensor:
                 continue
-            if not is_shared(gradient):  # an alias would read it unscaled
-                fold(gradient, bucket.layout.params[i].name, bucket.pending)
+            if not any_shared([gradient]):  # an alias would read it unscaled
+                name = bucket.layout.params[i].name
+                GradientGuard(gradient, GuardState.FOLDED, name, work=bucket.pending)
+
+
+def _of_one(rows: Rows, norms: Norms, k: int) -> tuple[float, ...]:
+    """The L2 norm and, if computed, the largest absolute value of the k-th gradient."""
+    return tuple([row[k] for row in rows(norms)])
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
-    """True if a parameter's `p.grad` is in place in its bucket."""
     gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
     return gradient is not None and memory is not None and same_memory(gradient, memory)
 

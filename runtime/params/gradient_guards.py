@@ -1,25 +1,18 @@
 """Guards of gradients: a `p.grad` that returns a precomputed norm, records a factor, or raises.
 
-**Lazy gradients.** An L2 norm over host gradients takes longer than the update itself, but each
-gradient has been on the device, where its norm is nearly free. So `torch.linalg.vector_norm` and
-`torch._foreach_norm` of `p.grad` return the norm computed there, and a multiplication only records
-its factor: stock `clip_grad_norm_` and `get_total_norm` need nothing else. The optimizer applies
-the factor. Any other use multiplies first and makes `p.grad` a plain tensor.
+**Lazy** (on the host): an L2 norm over host gradients takes longer than the update, but is nearly
+free on the device, where each gradient has been. So `vector_norm` and `_foreach_norm` return the
+norm computed there, and a multiplication only records its factor, which the optimizer applies:
+stock `clip_grad_norm_` needs nothing else. Any other use multiplies first.
 
-**Folded gradients.** `clip_grad_norm_` multiplies all gradients by one factor: 4 bytes of memory
-traffic per bf16 element, in addition to the 22 of the update. A resident bucket's update reads the
-gradient anyway: it multiplies, and rounds like `mul_`, so the numbers are bitwise equal
-(`Update.factor`). The factor stays on the device: reading it on the host would wait for the
-backward. torch computes the norms from the tensors as usual.
+**Folded** (of a resident bucket): the update multiplies by the factor, and rounds like `mul_`; so
+clipping moves no memory. The factor stays on the device: reading it would wait for the backward.
 
-**Taken gradients.** A gradient consumed by an update in the backward leaves only its L2 norm, so
-loops that log the norm keep working: `clip_grad_norm_(parameters, inf)`. A factor of 1, which
-clipping returns for a small norm, changes nothing. Any other use is an error.
+**Taken** by an update in the backward: only the L2 norm is left, so loops that log it keep working
+(`clip_grad_norm_(parameters, inf)`). A factor of 1 changes nothing. Other uses are errors.
 
-**Unsummed gradients.** Before the last micro-batch, a backward sums over the shard ranks, but not
-over replicas (`Schedule.defers`). Each replica's `p.grad` holds a different part of the sum.
-Reading it, clipping by it or stepping with it is an error. The last backward reads it as it is and
-completes the sum.
+**Unsummed** over replicas, before the last micro-batch (`Schedule.defers`): each replica's `p.grad`
+is a different part of the sum. Uses are errors; the last backward reads it and completes the sum.
 """
 
 from __future__ import annotations
@@ -48,31 +41,22 @@ from megacompile.runtime.params.pending import Pending
 
 
 class GradientGuard(Guard):
-    """Guards one `p.grad` until its first use or its replacement.
-
-    Args:
-        tensor: the gradient.
-        state: LAZY, FOLDED, TAKEN or UNSUMMED.
-        name: the parameter's name.
-        norms: returns its L2 norm and, if computed, its largest absolute value; None if neither was
-            computed.
-        work: the pending work of its bucket.
-        copied: recorded after its copy to the host; users wait for it too.
-    """
+    """Guards one `p.grad` until its first use or its replacement."""
 
     __slots__ = ("copied", "factor", "name", "norms", "scale", "version", "work")
 
     def __init__(
         self,
         tensor: torch.Tensor,
-        state: GuardState,
-        name: str,
+        state: GuardState,  # LAZY, FOLDED, TAKEN or UNSUMMED
+        name: str,  # the parameter's
+        # returns the L2 norm and, if computed, the largest absolute value
         norms: Callable[[], Sequence[float]] | None = None,
         *,
-        work: Pending | None = None,
-        copied: torch.cuda.Event | None = None,
+        work: Pending | None = None,  # of its bucket
+        copied: torch.cuda.Event | None = None,  # after its copy to the host; users wait for it
     ) -> None:
-        super().__init__(state)
+        self.state = state
         self.name = name
         self.norms = norms
         self.work = work
@@ -91,16 +75,21 @@ class GradientGuard(Guard):
         """
         if self.state is GuardState.TAKEN:
             raise OptimizerError(
-                f"p.grad of {self.name!r} does not exist: megacompile(model, optimizer=...) "
-                "updates in the backward, and gradients never leave the device, so they cannot be "
-                "read, clipped by their global norm or unscaled by a GradScaler; leave out "
+                f"p.grad of {self.name!r} does not exist: megacompile(model, optimizer=...) has "
+                "updated in the backward, and gradients never leave the device, so they cannot be "
+                "read, clipped by their global norm or unscaled by a GradScaler (if the loss was "
+                "scaled, load a checkpoint: parameters and states are wrong); leave out "
                 "optimizer=, or put the backward into `with megacompile.accumulate(model):` and "
-                "clip micro-batches"
+                "clip micro-batches. clip_grad_norm_(parameters, inf) returns only the norm "
+                "(max_grad_norm=0 in a Trainer)"
             )
         if self.state is GuardState.UNSUMMED:
             raise OptimizerError(
                 f"p.grad of {self.name!r} is not summed over replicas yet, so it cannot be read, "
-                f"clipped, or added to by a backward outside of the model: {_WHY_UNSUMMED}"
+                "clipped, used by an optimizer, or added to by a backward outside of the model: "
+                "its last backward ran inside of megacompile.accumulate(model), or a loop "
+                "(Accelerate, Trainer) announced another one before the step; run the last "
+                "micro-batch outside of accumulate(), or call optimizer.zero_grad()"
             )
         self.settle()
         release(tensor)
@@ -133,11 +122,7 @@ class GradientGuard(Guard):
 
     @staticmethod
     def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve norms and factors, and zeroing of a consumed or unsummed gradient.
-
-        Raises:
-            OptimizerError: a consumed gradient is scaled, too late.
-        """
+        """Serve norms and factors, and zeroing of a consumed or unsummed gradient."""
         served = _SERVED.get(function)
         return NotImplemented if served is None else served(function, args, kwargs)
 
@@ -156,37 +141,7 @@ class GradientGuard(Guard):
         return torch.tensor(norm, dtype=tensor.dtype)
 
 
-def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
-    """The guard of a lazy or folded gradient; None for any other."""
-    found = guard_of(tensor)
-    is_lazy = isinstance(found, GradientGuard) and found.state in _NOTES_FACTOR
-    return found if is_lazy else None  # type: ignore[return-value]
-
-
-_NOTES_FACTOR = (GuardState.LAZY, GuardState.FOLDED)
-
-
-def make_lazy(
-    gradient: torch.Tensor,
-    name: str,
-    norms: Callable[[], Sequence[float]],
-    work: Pending | None = None,
-    copied: torch.cuda.Event | None = None,
-) -> None:
-    """Mark a `p.grad` on the host as lazy: it returns its norms and records a factor."""
-    GradientGuard(gradient, GuardState.LAZY, name, norms, work=work, copied=copied)
-
-
-def fold(gradient: torch.Tensor, name: str, work: Pending | None = None) -> None:
-    """Mark a `p.grad` on the device as folded: it records a factor that its update applies."""
-    GradientGuard(gradient, GuardState.FOLDED, name, work=work)
-
-
 # The served functions. A list of gradients may mix states and plain gradients.
-
-
-def _known(tensors: Sequence[Any]) -> list[GradientGuard]:
-    return [who for who in map(guard_of, tensors) if isinstance(who, GradientGuard)]
 
 
 def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,21 +149,22 @@ def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradients, whose norms cannot be computed."""
     tensors = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     states = set(map(state_of, tensors))
+    guards = [(_known(tensor), tensor) for tensor in tensors]
     if states <= {None, GuardState.FOLDED}:
         if not args or "out" in kwargs:
             return NotImplemented
-        for who, tensor in zip(map(guard_of, tensors), tensors, strict=True):
-            if isinstance(who, GradientGuard) and who.factor is not None:
+        for who, tensor in guards:
+            if who is not None and who.factor is not None:
                 who.open(tensor)
         return function(*args, **kwargs)
     order = args[1] if len(args) == 2 else kwargs.get("ord", 2)
     if len(args) > 2 or kwargs.keys() - {"ord"} or not isinstance(order, (int, float)):
         return NotImplemented
     found: list[torch.Tensor] = []
-    for who, tensor in zip(map(guard_of, tensors), tensors, strict=True):
-        norm = who.norm(tensor, order) if isinstance(who, GradientGuard) else None
+    for who, tensor in guards:
+        norm = None if who is None else who.norm(tensor, order)
         if norm is None:
-            if GuardState.TAKEN not in states or state_of(tensor) is GuardState.TAKEN:
+            if GuardState.TAKEN not in states or is_taken(tensor):
                 return NotImplemented
             norm = torch.linalg.vector_norm(opened(tensor), order)
         found.append(norm)
@@ -217,102 +173,60 @@ def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a factor, or detect that it changes nothing."""
-    if len(args) != 2 or kwargs or isinstance(args[1], (list, tuple)):
+    if len(args) != 2 or kwargs:
         return NotImplemented
     several = function is compat.FOREACH_MUL
     tensors, factor = args[0] if several else args[:1], args[1]
-    if isinstance(factor, torch.Tensor) and factor.dim():
+    if isinstance(factor, torch.Tensor):
+        if factor.dim() or factor.requires_grad or factor.is_complex():
+            return NotImplemented
+    elif not isinstance(factor, (int, float)):
         return NotImplemented
     states = set(map(state_of, tensors))
     if GuardState.TAKEN in states:
-        _refuse_factor(tensors, float(factor))
-        noted = True
+        if float(factor) != 1.0:
+            return NotImplemented  # an error: too late
     elif states <= {None, GuardState.FOLDED}:
-        noted = _fold(tensors, factor)
-    else:
-        noted = states == {GuardState.LAZY} and _scale(tensors, factor)
-    if not noted:
-        return NotImplemented
+        if type(factor) is not torch.Tensor:
+            return NotImplemented
+        _fold(tensors, factor)
+    else:  # a number, for all lazy gradients or none
+        if states != {GuardState.LAZY}:
+            return NotImplemented
+        if not all(t.is_floating_point() and compat.version(t) == t.guard.version for t in tensors):
+            return NotImplemented
+        for who in [tensor.guard for tensor in tensors]:
+            who.settle()  # a running update uses the earlier factor
+            who.scale *= float(factor)
     return None if several else args[0]
 
 
-def _refuse_factor(tensors: Sequence[Any], factor: float) -> None:
-    """Raise if a factor other than 1 is too late for one of these gradients.
-
-    Raises:
-        OptimizerError: with the parameter's name.
-    """
-    for who in _known(tensors):
-        if who.state is GuardState.TAKEN and factor != 1.0:
-            raise OptimizerError(
-                f"p.grad of {who.name!r} cannot be multiplied by {factor:g}: megacompile(model, "
-                "optimizer=...) has already updated in the backward, without clipping; leave out "
-                "optimizer= to clip by the global norm. clip_grad_norm_(parameters, inf) returns "
-                "only the norm (max_grad_norm=0 in a Trainer)"
-            )
-
-
-def _scale(tensors: Sequence[Any], factor: Any) -> bool:
-    """Record a number for all of these lazy gradients, or for none."""
-    if isinstance(factor, torch.Tensor):
-        if factor.is_complex() or factor.requires_grad:
-            return False
-    elif not isinstance(factor, (int, float)):
-        return False
-    guards = _known(tensors)
-    if not all(
-        tensor.is_floating_point() and compat.version(tensor) == who.version
-        for who, tensor in zip(guards, tensors, strict=True)
-    ):
-        return False
-    value = float(factor)
-    for who in guards:
-        who.settle()  # a running update uses the earlier factor
-        who.scale *= value
-    return True
-
-
-def _fold(tensors: Sequence[Any], factor: Any) -> bool:
-    """Record a factor on the device where possible, and multiply the other gradients; False: the
-    caller must multiply.
+def _fold(tensors: Sequence[Any], factor: torch.Tensor) -> None:
+    """Record a factor on the device where possible, and multiply the other gradients.
 
     The recorded factor is a copy, because the caller may change it. A factor of another dtype
     rounds differently and is not recorded.
     """
-    if type(factor) is not torch.Tensor or factor.requires_grad:
-        return False
     own, others = factor.clone(), []
     for tensor in tensors:
-        who = guard_of(tensor)
-        if isinstance(who, GradientGuard):
-            if (
-                who.factor is None
-                and factor.dtype is tensor.dtype
-                and factor.device == tensor.device
-                and tensor.is_floating_point()
-            ):
-                who.settle()
-                who.factor, who.version = own, compat.version(tensor)
-                continue
-            who.open(tensor)
-        others.append(tensor)
+        who = _known(tensor)
+        alike = (factor.dtype, factor.device) == (tensor.dtype, tensor.device)
+        if who is not None and who.factor is None and alike and tensor.is_floating_point():
+            who.settle()
+            who.factor, who.version = own, compat.version(tensor)
+        else:
+            others.append(opened(tensor))
     if others:
         compat.FOREACH_MUL(others, factor)
-    return True
 
 
 def _zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`zero_grad(set_to_none=False)`: zeros are equal in all replicas, and a consumed gradient has
-    nothing to fill."""
-    del kwargs
+    """`zero_grad(set_to_none=False)`: zeros are equal in all replicas; a consumed one has none."""
     several = function is compat.FOREACH_ZERO
     tensors = args[0] if several else args[:1]
-    takes = False
-    for tensor in tensors:
-        takes = takes or is_taken(tensor)
-        if is_unsummed(tensor):
-            release(tensor)
-    if not takes:
+    for tensor in filter(is_unsummed, tensors):
+        release(tensor)
+    if not any(map(is_taken, tensors)):
         return NotImplemented
     for tensor in tensors:
         if not is_taken(tensor):
@@ -321,25 +235,7 @@ def _zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del function, kwargs
     return args[0] if is_taken(args[0]) or is_unsummed(args[0]) else NotImplemented
-
-
-def _unscale(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
-    Raises:
-        OptimizerError: a GradScaler unscales a consumed gradient, too late.
-    """
-    del function, kwargs
-    for who in _known(args[0]):
-        if who.state is GuardState.TAKEN:
-            raise OptimizerError(
-                f"p.grad of {who.name!r} cannot be unscaled: megacompile(model, optimizer=...) has "
-                "already updated in the backward. If the loss was scaled, parameters and "
-                "optimizer states are wrong now: load a checkpoint of both. Leave out optimizer= "
-                "to use a GradScaler; bfloat16 needs none"
-            )
-    return NotImplemented
 
 
 _SERVED: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
@@ -350,15 +246,22 @@ _SERVED: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     torch.Tensor.zero_: _zero,
     compat.FOREACH_ZERO: _zero,
     torch.Tensor.detach_: _detach,
-    compat.FOREACH_UNSCALE: _unscale,
 }
 
 
-# Gradients consumed by an update in the backward.
+def _known(tensor: Any) -> GradientGuard | None:
+    who = guard_of(tensor)
+    return who if isinstance(who, GradientGuard) else None
+
+
+def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
+    """The guard of a lazy or folded gradient; None for any other."""
+    who = guard_of(tensor)
+    is_lazy = who is not None and who.state in (GuardState.LAZY, GuardState.FOLDED)
+    return who if is_lazy else None  # type: ignore[return-value]
 
 
 def is_taken(gradient: torch.Tensor | None) -> bool:
-    """True if an update in the backward has consumed it."""
     return state_of(gradient) is GuardState.TAKEN
 
 
@@ -366,80 +269,47 @@ def take(
     param: nn.Parameter, name: str, norms: Callable[[], Sequence[float]] | None = None
 ) -> None:
     """Mark `p.grad` as consumed; it needs no memory."""
-    dtype = param.grad_dtype or param.dtype
     mine = compat.local(param)
-    gradient = compat.like(param, _zero_of(dtype, mine.device).expand(mine.shape))
+    zero = _zero_of(param.grad_dtype or param.dtype, mine.device)
+    gradient = compat.like(param, zero.expand(mine.shape))
     GradientGuard(gradient, GuardState.TAKEN, name, norms)
     param.grad = gradient
 
 
+@functools.cache
+def _zero_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
 def follow(param: nn.Parameter) -> None:
     """Move a consumed `p.grad` to its parameter's device."""
-    gradient = param.grad
-    if gradient is not None and is_taken(gradient) and gradient.device != param.device:
-        (who,) = _known([gradient])
+    gradient, who = param.grad, _known(param.grad)
+    if gradient is None or who is None or not is_taken(gradient):
+        return
+    if gradient.device != param.device:
         param.grad = None
         take(param, who.name, who.norms)
 
 
-def _zero_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A 0-d zero; one per GPU, shared."""
-    if device.type == "cpu":
-        return torch.zeros((), dtype=dtype)
-    return _zero_there(dtype, device)
-
-
-@functools.cache
-def _zero_there(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
-
-
-# Gradients that are not summed over replicas yet.
-
-_WHY_UNSUMMED = (
-    "its last backward ran inside of megacompile.accumulate(model), or a loop (Accelerate, "
-    "Trainer) announced another one before the step; run the last micro-batch outside of "
-    "accumulate(), or call optimizer.zero_grad()"
-)
-
-
 def is_unsummed(gradient: torch.Tensor | None) -> bool:
-    """True if it is not summed over replicas yet."""
     return state_of(gradient) is GuardState.UNSUMMED
 
 
 def leave_unsummed(param: nn.Parameter, name: str) -> None:
-    """Mark `p.grad` as not summed over replicas yet."""
     if param.grad is not None:
         GradientGuard(param.grad, GuardState.UNSUMMED, name)
 
 
 def note_sum(param: nn.Parameter) -> None:
-    """Mark `p.grad` as summed over replicas and usable."""
     if param.grad is not None and is_unsummed(param.grad):
         release(param.grad)
 
 
 def sum_late(params: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     """Sum unsummed gradients over replicas, outside of a schedule: a collective, if there are any.
-
-    Args:
-        params: name -> parameter, equal in all ranks.
-    """
+    The parameters, by name, are equal in all ranks."""
     late = {name: param for name, param in params.items() if is_unsummed(param.grad)}
     if late:
         ranks.average_late({name: compat.local(param.grad) for name, param in late.items()})
     for param in late.values():
         note_sum(param)
-
-
-def refuse_unsummed(where: str, name: str, replicas: int) -> None:
-    """Raise for the first unsummed gradient in a step.
-
-    Raises:
-        OptimizerError: always.
-    """
-    raise OptimizerError(
-        f"{where}: the gradient of {name!r} is not summed over the {replicas} replicas yet "
-        f"(nothing was updated): {_WHY_UNSUMMED}"
-    )

@@ -1,7 +1,7 @@
 """The backward of one captured graph: routes each gradient into its bucket and to autograd.
 
 The parameters are inputs of gates: autograd nodes after a captured graph's node that return each
-parameter's gradient. A `GradientRecord` holds the facts about one gradient.
+parameter's gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from megacompile import compat
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
-from megacompile.runtime.params.accumulators import Users
-from megacompile.runtime.params.gradient_record import (
+from megacompile.runtime.params.backward_pass import (
     USUAL,
     GradientRecord,
     GradRoute,
@@ -24,7 +23,7 @@ from megacompile.runtime.params.gradient_record import (
     ParamUse,
     Wish,
 )
-from megacompile.runtime.params.parameter_gradients import Gradients, is_there
+from megacompile.runtime.params.parameter_gradients import Gradients, Users, is_there
 
 _OTHERS, _SEVERAL = attrgetter("others"), attrgetter("several")
 _BY_GRAPHS = frozenset((ParamUse(Wish.ACCUMULATE, Others.GRAPHS),))
@@ -33,8 +32,7 @@ _BY_GRAPHS = frozenset((ParamUse(Wish.ACCUMULATE, Others.GRAPHS),))
 def _unusual(
     gradients: Gradients, places: tuple[ParamId, ...], users: Sequence[Users]
 ) -> dict[ParamId, ParamUse]:
-    """The parameters with other users, and those whose gradients are not simply accumulated.
-    Arguments: see `GradientRun`."""
+    """The parameters with other users, and those whose gradients are not simply accumulated."""
     others = frozenset[int]().union(*map(_OTHERS, users))
     several = frozenset[int]().union(*map(_SEVERAL, users))
     ends = gradients.ends(places)
@@ -43,18 +41,14 @@ def _unusual(
         return {}
     found: dict[ParamId, ParamUse] = {}
     for place in places:
-        param = gradients.param(place)
+        param, end = gradients.param(place), gradients.end(place)
         if not param.requires_grad:  # frozen since the forward
             found[place] = ParamUse(Wish.NONE)
             continue
-        end = gradients.end(place)
-        runs = end.runs
-        if runs is None:
-            wish = Wish.RETURN
-        elif not runs:
-            wish = Wish.NONE
-        else:
-            wish = Wish.SHOW if end.hooked else Wish.ACCUMULATE
+        runs = compat.accumulates_into(end.node)
+        wish = {None: Wish.RETURN, False: Wish.NONE, True: Wish.ACCUMULATE}[runs]
+        if wish is Wish.ACCUMULATE and end.hooked:
+            wish = Wish.SHOW
         by = Others.GRAPHS if id(param) in several else Others.NONE
         if not users or id(param) in others:
             by = Others.CODE
@@ -64,28 +58,21 @@ def _unusual(
 
 
 class GradientRun:
-    """The backward of one schedule: chooses the route of each gradient.
-
-    The machine holds it (`Machine.run`) from the schedule's start until autograd has the gradients.
-
-    Args:
-        places: the parameters that the captured graph trains.
-        users: other users of parameters in the same backward; None: unknown.
-        observed: True if unknown code may read gradients before `backward()` returns.
-    """
+    """The backward of one schedule: chooses the route of each gradient. The machine holds it
+    (`Machine.run`) from the schedule's start until autograd has the gradients."""
 
     def __init__(
         self,
         gradients: Gradients,
-        places: Iterable[ParamId],
-        users: Sequence[Users],
+        places: tuple[ParamId, ...],  # the parameters that the captured graph trains
+        users: Sequence[Users],  # of parameters in the same backward; empty: unknown
         *,
-        observed: bool = False,
+        observed: bool = False,  # unknown code may read gradients before `backward()` returns
     ) -> None:
         self._of = gradients
         self.backward = gradients.backward_pass()
         self.observed = observed
-        self.unusual = _unusual(gradients, tuple(places), users)
+        self.unusual = _unusual(gradients, places, users)
         self.records: dict[ParamId, GradientRecord] = {}  # records of the schedule's gradients
         self._sent: set[int] = set()  # buckets with copies in flight
         self.all_first = False  # True if all routes are WRITE and none is read before the end
@@ -95,23 +82,20 @@ class GradientRun:
         return {at for at, use in self.unusual.items() if use.wish is not Wish.ACCUMULATE}
 
     def used_by(self, others: Others) -> set[ParamId]:
-        """The parameters with such other users."""
         return {at for at, use in self.unusual.items() if use.others is others}
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
-        """Prepare memory for gradients; True if the device must accumulate into existing ones.
-
-        Called in a backward, before its schedule runs.
-        """
+        """Prepare memory for gradients, before the schedule runs; True if the device must
+        accumulate into existing ones."""
         places = [(key, i) for key, params in wanted.items() for i in params]
         self.all_first = self._are_first(places)
-        self._prepare(wanted, fresh=self.all_first)
+        self._of.prepare(wanted, self.backward, fresh=self.all_first)
         if self.all_first:
             self.records = {place: GradientRecord() for place in places}  # calls no Python function
             self.backward.records.update(self.records)
             return False
         again = self.records
-        self.records = {place: self.backward.record(place) for place in places}
+        self.records = {place: self.backward.records[place] for place in places}
         for place, record in self.records.items():
             if not record.done or place not in again:
                 self._begin(place, record)
@@ -128,59 +112,20 @@ class GradientRun:
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
         return any(record.route.adds for record in self.records.values())
 
-    def _prepare(self, wanted: Mapping[int, Sequence[int]], *, fresh: bool = False) -> None:
-        unwanted = {at for at, use in self.unusual.items() if use.wish is Wish.NONE}
-        self._of.prepare(wanted, unwanted, self.backward, fresh=fresh)
-
     def _are_first(self, places: Sequence[ParamId]) -> bool:
         """True if no gradient exists yet, and no other code contributes to one or reads one. The
         quick check for every parameter in every step. Other graphs may contribute later."""
-        if self.observed or self._of.several_passes:
-            return False
-        if not _BY_GRAPHS.issuperset(self.unusual.values()):
-            return False
-        if not self.backward.records.keys().isdisjoint(places):
-            return False
-        return self._of.ends(tuple(places)).without_gradients
-
-    def may_defer(self) -> bool:
-        """True if the sum over replicas can wait for a later backward. False if other code
-        contributes to a gradient, which may be read before then."""
-        if self.observed or (self._of.exact and self.used_by(Others.GRAPHS)):
-            return False
-        return all(_is_ours(each) and not each.is_seen for each in self.records.values())
-
-    def note_sums(self, *, defers: bool) -> None:
-        """Record that the schedule sums over replicas, or defers the sum."""
-        if self._of.ranks is None or self._of.ranks.replicas == 1:
-            return
-        for record in self.records.values():
-            if _is_ours(record):
-                record.summed = not defers
-
-    def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
-        """The same for a backward that updates: it consumes existing gradients and keeps none on
-        the host."""
-        for key, params in wanted.items():
-            for i in params:
-                record = self.backward.record((key, i))
-                record.updated, record.norms = True, None
-        have = {
-            key: params
-            for key, params in wanted.items()
-            if any(is_there(self._of.param((key, i)).grad) for i in params)
-        }
-        self._prepare(have)
-        for key, params in have.items():
-            for i in params:
-                if self._of.bring_in((key, i)):
-                    record = self.records[key, i] = self.backward.record((key, i))
-                    record.use = self.unusual.get((key, i), USUAL)
-                    record.route = GradRoute.ACCUMULATE
-        return bool(self.records)
+        return (
+            not (
+                self.observed
+                or self._of.several_passes
+                or not _BY_GRAPHS.issuperset(self.unusual.values())
+                or not self.backward.records.keys().isdisjoint(places)
+            )
+            and self._of.ends(tuple(places)).without_gradients
+        )
 
     def _begin(self, place: ParamId, record: GradientRecord) -> None:
-        """Choose the route of a gradient."""
         record.use = self.unusual.get(place, USUAL)
         record.joined, record.separate = False, None
         record.kept = record.done = False
@@ -196,30 +141,64 @@ class GradientRun:
             record.route = GradRoute.WRITE
         elif gradient.layout is not torch.strided or not self._of.is_ours(place):
             record.joined = True
-            record.route = GradRoute.WRITE if self._of.is_free(place) else GradRoute.SEPARATE
-        elif by_code or self._of.end(place).hooked_before:
+            memory = self._of.buckets[place[0]].grads.get(place[1])
+            is_free = memory is None or compat.storage_users(memory) == 1  # only by the bucket
+            record.route = GradRoute.WRITE if is_free else GradRoute.SEPARATE
+        elif (
+            by_code
+            or self._of.end(place).hooked_before
+            # autograd adds their sum to `p.grad`
+            or (self._of.exact and record.use.others is Others.GRAPHS)
+        ):
             record.route = GradRoute.SEPARATE
-        elif self._of.exact and record.use.others is Others.GRAPHS:
-            record.route = GradRoute.SEPARATE  # autograd adds their sum to `p.grad`
         else:
             record.route = GradRoute.ACCUMULATE
 
+    def may_defer(self) -> bool:
+        """True if the sum over replicas can wait for a later backward: only graphs contribute."""
+        if self.observed or (self._of.exact and self.used_by(Others.GRAPHS)):
+            return False
+        return all(_is_ours(each) and not each.is_seen for each in self.records.values())
+
+    def note_sums(self, *, defers: bool) -> None:
+        """Record that the schedule sums over replicas, or defers the sum."""
+        if self._of.ranks is not None and self._of.ranks.replicas > 1:
+            for record in filter(_is_ours, self.records.values()):
+                record.summed = not defers
+
+    def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
+        """The same as `start` for a backward that updates: it consumes existing gradients."""
+        have: dict[int, Sequence[int]] = {}
+        for key, params in wanted.items():
+            self._consume(key, params, None)
+            if any(is_there(self._of.param((key, i)).grad) for i in params):
+                have[key] = params
+        self._of.prepare(have, self.backward)
+        for key, params in have.items():
+            for i in params:
+                if self._of.bring_in((key, i)):
+                    record = self.records[key, i] = self.backward.records[key, i]
+                    record.use = self.unusual.get((key, i), USUAL)
+                    record.route = GradRoute.ACCUMULATE
+        return bool(self.records)
+
+    def _consume(self, key: int, indices: Iterable[int], norms: Norms | None) -> None:
+        for i in indices:
+            record = self.backward.records[key, i]
+            record.updated, record.norms = True, norms
+
     def repeat(self) -> None:
-        """Prepare a restart of the schedule: gradients already sent to the host are not sent
-        twice."""
+        """Prepare a restart of the schedule, which sends no gradient to the host twice."""
         for (key, i), record in self.records.items():
-            if key in self._sent:
-                record.done = True
-            elif record.kept and record.route is GradRoute.WRITE:  # its memory is needed
-                self._of.buckets[key].grads.pop(i, None)
-            elif record.kept:
+            if record.kept and key not in self._sent and record.route is GradRoute.WRITE:
+                self._of.buckets[key].grads.pop(i, None)  # its memory is needed
+            elif record.kept or key in self._sent:
                 record.done = True
             record.kept = False
 
     # For the ops of the schedule.
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
-        """The host gradient to accumulate into, or None."""
         record = self.records.get((key, index))
         return self._memory((key, index), record) if record and record.route.adds else None
 
@@ -242,7 +221,6 @@ class GradientRun:
         return record.route.in_bucket and not self.observed and not record.is_seen
 
     def _memory(self, place: ParamId, record: GradientRecord) -> torch.Tensor:
-        """The target memory of a gradient."""
         bucket = self._of.buckets[place[0]]
         if record.route.in_bucket:
             return bucket.grads[place[1]]
@@ -255,69 +233,52 @@ class GradientRun:
         return record.separate
 
     def keep(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Store gradients into a resident bucket, by index."""
-        bucket = self._of.buckets[key]
-        if self.all_first:
-            bucket.keep_grads(gradients)
-            for i in gradients:
-                self.records[key, i].kept = True
-            return
+        bucket, own = self._of.buckets[key], dict[int, torch.Tensor]()
         for i, gradient in gradients.items():
             record = self.records[key, i]
             if record.done or record.route is GradRoute.DISCARD:
                 continue
+            record.kept = True
             if record.route is GradRoute.WRITE:
-                bucket.keep_grads({i: gradient})
+                own[i] = gradient
             else:
                 self._memory((key, i), record).copy_(gradient)
-            record.kept = True
+        bucket.keep_grads(own)
 
-    def norms(self, key: int, indices: Sequence[int]) -> Norms:
-        """The destination of these gradients' norms."""
-        found = self.backward.norms[key] = Norms(tuple(indices))
+    def norms(self, key: int, indices: Iterable[int]) -> Norms:
+        found = self.backward.norms[key] = Norms(indices)
         return found
 
     def update_norms(self, key: int, indices: Sequence[int]) -> Norms:
         """The same, for gradients that an update in this backward consumes."""
-        found = Norms(tuple(indices))
-        for i in indices:
-            record = self.backward.record((key, i))
-            record.updated, record.norms = True, found
+        found = Norms(indices)
+        self._consume(key, indices, found)
         return found
 
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
-        """Record that a bucket's gradients are in flight to the host; `event` is recorded after
-        them."""
+        """Record that a bucket's gradients are in flight to the host until `event`."""
         self.backward.copies[key] = event
         self._sent.add(key)
 
-    # For autograd.
-
     def for_autograd(self) -> dict[ParamId, torch.Tensor]:
-        """The gradients for autograd, after the schedule has been issued.
-
-        No other reference to these tensors exists, so autograd can adopt them without a copy.
-        """
-        first = self.all_first and not self._of.several_passes
-        if first and self._of.ends(tuple(self.records)).without_gradients:
-            found = self._first_for_autograd()
+        """The gradients for autograd, after the schedule has been issued: autograd can adopt them
+        without a copy, because no other reference to these tensors exists."""
+        of, found = self._of, dict[ParamId, torch.Tensor]()
+        first = self.all_first and not of.several_passes
+        if first and of.ends(tuple(self.records)).without_gradients:
+            for place, record in self.records.items():
+                record.memory = memory = of.buckets[place[0]].grads[place[1]]
+                record.in_bucket = record.first = True
+                found[place] = memory.detach()
         else:  # another thread may have set `p.grad` meanwhile
             found = self._others_for_autograd()
-        if self._of.ranks is None:
+        if of.ranks is None:
             return found
         # a DTensor parameter's gradient is a DTensor over this memory
-        return {at: compat.like(self._of.param(at), memory) for at, memory in found.items()}
-
-    def _first_for_autograd(self) -> dict[ParamId, torch.Tensor]:
-        """The gradients, if all are first gradients and none is read."""
-        buckets, found = self._of.buckets, {}
-        for place, record in self.records.items():
-            record.memory = memory = buckets[place[0]].grads[place[1]]
-            record.in_bucket = record.first = True
-            found[place] = memory.detach()
-        return found
+        return {at: compat.like(of.param(at), memory) for at, memory in found.items()}
 
     def _others_for_autograd(self) -> dict[ParamId, torch.Tensor]:
+        """The same, for gradients that may be read, or be added to `p.grad`."""
         if self._of.several_passes or any(self._is_read(*item) for item in self.records.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
@@ -326,12 +287,21 @@ class GradientRun:
             if record.updated:
                 continue
             if record.route.in_bucket:
-                found[place] = self._take_place(place, record).detach()
+                record.memory = memory = self._memory(place, record)
+                record.in_bucket = True
+                record.watched = record.watched or self.observed or record.is_seen
+                param = self._of.param(place)
+                if not is_there(param.grad):
+                    param.grad, record.first = None, True
+                elif record.route is GradRoute.ACCUMULATE:  # autograd adopts the bucket's memory
+                    record.before, param.grad = param.grad, None
             elif record.route is GradRoute.SEPARATE:
                 memory, record.separate = self._memory(place, record), None
                 if record.use.others is not Others.CODE:
                     record.memory = memory
-                found[place] = memory.detach()
+            else:
+                continue
+            found[place] = memory.detach()
         return found
 
     def _is_read(self, place: ParamId, record: GradientRecord) -> bool:
@@ -343,18 +313,6 @@ class GradientRun:
             added = is_there(self._of.param(place).grad)  # set by another thread meanwhile
             return added or not record.in_bucket or record.watched
         return not record.route.in_bucket
-
-    def _take_place(self, place: ParamId, record: GradientRecord) -> torch.Tensor:
-        """Clear `p.grad` so that autograd can adopt the bucket's memory."""
-        param = self._of.param(place)
-        memory = self._memory(place, record)
-        record.memory, record.in_bucket = memory, True
-        record.watched = record.watched or self.observed or record.is_seen
-        if not is_there(param.grad):
-            param.grad, record.first = None, True
-        elif record.route is GradRoute.ACCUMULATE:
-            record.before, param.grad = param.grad, None
-        return memory
 
 
 def _is_ours(record: GradientRecord) -> bool:

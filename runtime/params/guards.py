@@ -1,23 +1,20 @@
 """Tensors that call their guard before they are read or written.
 
-While an update runs in the background, a bucket's memory must not be touched: reading a parameter
-could return a mix of old and new values. So the tensors visible to the user (parameters, gradients,
-optimizer states) temporarily have a subclass whose `__torch_function__` calls their `Guard` first.
-The first use waits for that bucket only; afterwards the tensors have their plain class again
-(`torch.Tensor` or `nn.Parameter`), without overhead.
+While an update runs in the background, a bucket's memory must not be touched. So the user's tensors
+(parameters, gradients, optimizer states) have a subclass whose `__torch_function__` calls their
+`Guard`. The first use waits for that bucket; then they have their plain class again.
 
 [Note: what a guard cannot see] A plain alias (`p.detach()`, an entry of an old `state_dict()`)
-shares the memory but not the guard. Code that starts background work first counts the users of each
-storage (`compat.storage_users`) and waits at once if there are others. C functions that bypass
-`__torch_function__` do not call the guard either: those that export memory to other libraries are
-wrapped (`compat.ask_before_export`).
+shares the memory but not the guard: code that starts background work counts the users of each
+storage, and waits at once if there are others. C functions that export memory are wrapped
+(`compat.ask_before_export`).
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,38 +27,24 @@ unguarded = compat.without_torch_function  # a context in which this thread bypa
 
 class GuardState(enum.Enum):
     """The state of a guarded tensor, which determines the effect of its first use. Without a guard
-    it is plain.
+    it is plain."""
 
-    For a parameter, an optimizer state or a gradient (`pending.MemoryGuard`):
-
-        WATCHED    a use marks copies of the parameter (on the device, in another dtype) as possibly
-        stale OFFERED    a use withdraws the backward's result that was offered to the next step
-        IN_FLIGHT  a use waits for background work that reads or writes it
-
-    For a gradient (`gradient_guards.GradientGuard`):
-
-        LAZY       on the host, with known norms: a use applies the recorded factor FOLDED     the
-        same on the device, without norms
-        TAKEN      consumed by an update in the backward: a use is an error
-        UNSUMMED   not summed over replicas yet: a use is an error
-    """
-
-    WATCHED = enum.auto()
-    OFFERED = enum.auto()
-    IN_FLIGHT = enum.auto()
-    LAZY = enum.auto()
-    FOLDED = enum.auto()
-    TAKEN = enum.auto()
-    UNSUMMED = enum.auto()
+    # a parameter, an optimizer state or a gradient (`pending.MemoryGuard`)
+    WATCHED = enum.auto()  # a use marks copies (on the device, in another dtype) as possibly stale
+    OFFERED = enum.auto()  # a use withdraws the backward's result that was offered to the next step
+    IN_FLIGHT = enum.auto()  # a use waits for background work that reads or writes it
+    # a gradient (`gradient_guards.GradientGuard`)
+    LAZY = enum.auto()  # on the host, with known norms: a use applies the recorded factor
+    FOLDED = enum.auto()  # the same on the device, without norms
+    TAKEN = enum.auto()  # consumed by an update in the backward: a use is an error
+    UNSUMMED = enum.auto()  # not summed over replicas yet: a use is an error
 
 
 class Guard:
     """The guard of tensors; each references it until it is plain again."""
 
     __slots__ = ("state",)
-
-    def __init__(self, state: GuardState) -> None:
-        self.state = state
+    state: GuardState
 
     def open(self, tensor: torch.Tensor) -> None:
         """Make the tensor safe to use, and `release` it."""
@@ -94,8 +77,10 @@ class _Guarded:
         with unguarded():
             if func not in compat.METADATA:
                 guarded = list(_guarded_among((args, kwargs)))
-                for guards in _kinds(guarded):
-                    result = guards.serve(func, args, kwargs)
+                # another thread may have released some
+                kinds = {type(who): None for who in map(guard_of, guarded) if who is not None}
+                for kind in kinds:
+                    result = kind.serve(func, args, kwargs)
                     if result is not NotImplemented:
                         return result
                 for tensor in guarded:
@@ -103,16 +88,12 @@ class _Guarded:
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's calls no guard
-        assert isinstance(self, torch.Tensor)
         with unguarded():
-            self.guard.open(self)
-            return copy.deepcopy(self, memo)
+            return copy.deepcopy(opened(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        assert isinstance(self, torch.Tensor)
         with unguarded():
-            self.guard.open(self)
-            return self.__reduce_ex__(protocol)
+            return opened(self).__reduce_ex__(protocol)
 
 
 class GuardedTensor(_Guarded, torch.Tensor):
@@ -141,8 +122,7 @@ def guard_dtensors() -> None:
         def _local_tensor(self) -> torch.Tensor:
             if compat.torch_function_enabled():
                 self.guard.open(self)
-            found: torch.Tensor = compat.local(self)
-            return found
+            return compat.local(self)  # type: ignore[no-any-return]
 
         @_local_tensor.setter
         def _local_tensor(self, part: torch.Tensor) -> None:
@@ -153,17 +133,7 @@ def guard_dtensors() -> None:
     _PLAIN[GuardedDTensor] = dtensor
 
 
-def _guardable(cls: type) -> type | None:
-    """The guarded class for a parameter subclass; None for any other class."""
-    if not issubclass(cls, nn.Parameter) or compat.is_wrapper_class(cls):
-        return None
-    _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), {"__module__": cls.__module__})
-    _PLAIN[_CLASSES[cls]] = cls
-    return _CLASSES[cls]
-
-
 def unguarded_class(cls: type) -> type:
-    """The class of a tensor without its guard."""
     return _PLAIN.get(cls, cls)
 
 
@@ -171,15 +141,18 @@ def guard(tensors: Iterable[torch.Tensor], by: Guard) -> None:
     """Guard these tensors with `by`; tensors of unsupported subclasses stay unguarded."""
     for tensor in tensors:
         cls = type(tensor)
-        guarded = cls if cls in _PLAIN else _CLASSES.get(cls) or _guardable(cls)
-        if guarded is not None:
-            tensor.guard = by  # type: ignore[attr-defined]
-            if guarded is not cls:
-                tensor.__class__ = guarded
+        if cls not in _PLAIN and cls not in _CLASSES:
+            if not issubclass(cls, nn.Parameter) or compat.is_wrapper_class(cls):
+                continue
+            content = {"__module__": cls.__module__}
+            _CLASSES[cls] = type(f"Guarded{cls.__name__}", (_Guarded, cls), content)
+            _PLAIN[_CLASSES[cls]] = cls
+        tensor.guard = by  # type: ignore[attr-defined]
+        if cls not in _PLAIN:
+            tensor.__class__ = _CLASSES[cls]
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Remove the guard of a tensor."""
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del tensor.guard  # type: ignore[attr-defined]
@@ -204,7 +177,6 @@ def opened(tensor: Any) -> Any:
 
 
 def guard_of(tensor: torch.Tensor | None) -> Guard | None:
-    """The current guard of a tensor."""
     return tensor.guard if isinstance(tensor, _Guarded) else None
 
 
@@ -213,24 +185,19 @@ def state_of(tensor: torch.Tensor | None) -> GuardState | None:
     return tensor.guard.state if isinstance(tensor, _Guarded) else None
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
-    """True if the memory of a state or a gradient has an alias: besides the bucket's tensor and the
-    user's (`optimizer.state`, `p.grad`)."""
-    return compat.storage_users(tensor) > 2
+def any_shared(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if the memory of one of these states or gradients has an alias: besides the bucket's
+    tensor and the user's (`optimizer.state`, `p.grad`)."""
+    storages = map(torch.Tensor.untyped_storage, compat.locals_of(tensors))
+    return max(compat.storage_uses(storages), default=0) > 3  # a storage itself is a user
 
 
 def _guarded_among(values: Any) -> Iterator[Any]:
-    """The guarded tensors in (nested) arguments."""
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, _Guarded):
             yield value
         elif isinstance(value, (tuple, list, dict)):
             yield from _guarded_among(value)
-
-
-def _kinds(guarded: Iterable[Any]) -> Iterable[type[Guard]]:
-    """The guard classes of these tensors, each once. Another thread may have released some."""
-    return {type(who): None for who in map(guard_of, guarded) if who is not None}
 
 
 compat.take_as_plain(GuardedTensor)

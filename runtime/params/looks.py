@@ -33,28 +33,31 @@ class ParameterLooks:
         me: Any = self
         return None if me.is_view else me.param
 
+    @property
+    def _own(self) -> Any:
+        """The parameter that it mimics; itself for a view or outside of a model."""
+        return self if self._leaf is None else self._leaf
+
     def __hash__(self) -> int:
         """The parameter's hash, because a dict may have it as a key."""
-        return id(self if self._leaf is None else self._leaf)
+        return id(self._own)
 
     @property
     def is_leaf(self) -> bool:
-        """The parameter's `is_leaf`, although a link connects the two.
-
-        Dynamo never frees its objects for non-leaf inputs (seen on torch 2.13).
-        """
-        return _get(torch.Tensor.is_leaf, self) if self._leaf is None else True
+        """The parameter's `is_leaf`, although a link connects the two: Dynamo never frees its
+        objects for non-leaf inputs (seen on torch 2.13)."""
+        return self._leaf is not None or bool(_IS_LEAF.__get__(self))
 
     @property
     def grad_fn(self) -> Any:
         """None, as for a leaf, although a link connects the two."""
-        return _get(torch.Tensor.grad_fn, self) if self._leaf is None else None
+        return None if self._leaf is not None else link_of(self)
 
     @property
     def grad_dtype(self) -> Any:
         """As for a leaf; torch would warn for a non-leaf."""
         me: Any = self
-        return _get(_GRAD_DTYPE, self) if self._leaf is None else me.dtype
+        return me.dtype if self._leaf is not None else _GRAD_DTYPE.__get__(self)
 
     @grad_dtype.setter
     def grad_dtype(self, value: torch.dtype | None) -> None:
@@ -68,9 +71,7 @@ class ParameterLooks:
 
     @property
     def requires_grad(self) -> bool:
-        if self._leaf is None:
-            return bool(_get(_REQUIRES_GRAD, self))
-        return bool(self._leaf.requires_grad)
+        return bool(is_trained(self._own))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -91,13 +92,11 @@ class ParameterLooks:
     @compat.within_callers
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """Register the hook on the parameter: the proxy receives only part of its gradient."""
-        of: Any = self if self._leaf is None else self._leaf
-        return _TENSOR.register_hook(of, hook)
+        return _TENSOR.register_hook(self._own, hook)
 
     @compat.within_callers
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        of: Any = self if self._leaf is None else self._leaf
-        return _TENSOR.register_post_accumulate_grad_hook(of, hook)
+        return _TENSOR.register_post_accumulate_grad_hook(self._own, hook)
 
     @compat.within_callers
     def retain_grad(self) -> None:
@@ -114,14 +113,10 @@ class ParameterLooks:
     @compat.opaque
     def memory(self) -> torch.Tensor:
         """A tensor with real memory and the parameter's values, for code that reads through a
-        pointer.
-
-        If the host is the device, this is the parameter. Otherwise it is a copy on the device that
-        lives until the model's call ends; writes to it are lost.
-        """
+        pointer: the parameter if the host is the device, otherwise a copy on the device that lives
+        until the model's call ends; writes to it are lost."""
         me: Any = self
         me.use()
-        me.source.settle()
         if me.part is None and me.host.device == me.device:
             return me.host  # type: ignore[no-any-return]
         base = me.base
@@ -177,16 +172,6 @@ def parameter_of(tensor: Any) -> Any:
     return tensor._leaf if is_proxy else tensor
 
 
-def link_of(proxy: Any) -> Any:
-    """The node that forwards a proxy's gradient to its parameter; None if frozen."""
-    return _get(torch.Tensor.grad_fn, proxy)
-
-
-def is_trained(proxy: Any) -> bool:
-    """True if the parameter required grad when the proxy was created."""
-    return bool(IS_TRAINED(proxy))
-
-
 def in_memory(tensor: Any) -> Any:
     """A proxy's memory; any other tensor unchanged."""
     return tensor._exported() if isinstance(tensor, ParameterLooks) else tensor
@@ -205,12 +190,11 @@ def _hand_on(proxy: torch.Tensor) -> None:
         me.param.grad = gradient if me.param.grad is None else me.param.grad + gradient
 
 
-def _get(descriptor: Any, tensor: Any) -> Any:
-    return descriptor.__get__(tensor)
-
-
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _GRAD_DTYPE: Any = torch.Tensor.grad_dtype
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-IS_TRAINED = _REQUIRES_GRAD.__get__  # in C, for many tensors at once
+_IS_LEAF: Any = torch.Tensor.is_leaf
+# in C: the node that forwards a proxy's gradient to its parameter, None if frozen; true if the
+# parameter required grad when the proxy was created
+link_of: Any = _TENSOR.grad_fn.__get__
+is_trained: Any = _TENSOR.requires_grad.__get__

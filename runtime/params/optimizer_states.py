@@ -7,7 +7,7 @@ torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.params.guards import opened, release
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.state_memory import State
+from megacompile.runtime.params.state_memory import State, StateDtype
 
 
 class Trained(NamedTuple):
@@ -67,18 +67,14 @@ def wraps_another(optimizer: Optimizer) -> bool:
 
 def ignored_options(optimizer: Optimizer, options: Options) -> str:
     """A sentence on the options that an optimizer without a rule ignores; "" if none."""
-    asked = {
-        "state_dtype": options.state_dtype is not None,
-        "stochastic_rounding": options.stochastic_rounding,
-    }
-    names = " and ".join(name for name, value in asked.items() if value)
+    names = ["state_dtype"] if options.state_dtype is not None else []
+    names += ["stochastic_rounding"] if options.stochastic_rounding else []
     if not names or rule_of(optimizer) is not None:
         return ""
-    return f"{type(optimizer).__name__} ignores {names} ({listed(RULES)} do not)"
+    return f"{type(optimizer).__name__} ignores {' and '.join(names)} ({listed(RULES)} do not)"
 
 
 def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
-    """The elementwise states of a parameter."""
     return [
         name
         for name, value in state.items()
@@ -86,79 +82,38 @@ def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
     ]
 
 
-def make_buffers(
-    optimizer: Optimizer,
-    bucket: HostBucket,
-    wanted: Iterable[tuple[Trained, str, torch.dtype | str]],
-    *,
-    pin: bool,
-) -> bool:
-    """Allocate the elementwise states of parameters.
-
-    Args:
-        optimizer: the owner of the states.
-        bucket: the bucket that will hold them.
-        wanted: parameters, each with a state's name and its dtype or "int8".
-        pin: page-lock the states.
-
-    Returns:
-        True if any of them are in 8 bits.
-    """
-    named: dict[str, dict[int, torch.dtype | str]] = {}
-    others = bucket.states.owners() not in ([], [optimizer])
-    for trained, name, dtype in wanted:
-        named.setdefault(name, {})[trained.at] = dtype
-        given = trained.state.get(name) if others else None
-        if given is not None and not isinstance(compat.local(given), BlockwiseTensor):
-            bucket.states.share(optimizer, name, trained.at, compat.local(given))
-    codes = False
-    for name, dtypes in named.items():
-        wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
-        narrow = sorted(dtypes.keys() - wide.keys())
-        if wide:
-            bucket.states.make(optimizer, name, wide, pin=pin)
-        if narrow:
-            bucket.states.make_codes(optimizer, name, narrow, pin=pin)
-            codes = True
-    return codes
-
-
 def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
-    """Point `state` to views of the buffers; existing values (of a loaded checkpoint) are
-    copied."""
-    buffers = bucket.states.of(optimizer)
+    """Point `state` to views of the buffers; values (of a loaded checkpoint) are copied."""
+    buffers, param = bucket.states.of(optimizer), bucket.params[i]
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
-        if type(given) is type(buffer) is torch.Tensor and given.data_ptr() == buffer.data_ptr():
-            if given.numel():
-                continue
+        mine = given if type(given) is torch.Tensor else compat.local(given)
         if isinstance(buffer, tuple):
-            mine = compat.local(given)
-            if not (isinstance(mine, BlockwiseTensor) and mine.codes is buffer[0]):
-                rule = rule_of(optimizer)
-                view = BlockwiseTensor(
-                    bucket.values[i],
-                    *buffer,
-                    signed=rule is None or rule.signed(name),
-                    settle=bucket.pending.wait,
-                )
-                bucket.pending.withdraw()
-                if given is None:
-                    view.clear()
-                else:
-                    view.store(_part_of(given, bucket.params[i]).float())
-                state[name] = compat.like(bucket.params[i], view)
-        elif given is None or not _lies_in(given, buffer):
+            if isinstance(mine, BlockwiseTensor) and mine.codes is buffer[0]:
+                continue
+            rule = rule_of(optimizer)
+            signed = rule is None or rule.signed(name)
+            wait = bucket.pending.wait
+            view = BlockwiseTensor(bucket.values[i], *buffer, signed=signed, settle=wait)
             bucket.pending.withdraw()
             if given is None:
-                bucket.states.clear(optimizer, name, i)
+                view.clear()
             else:
-                opened(given)
-                bucket.states.filled(optimizer, name, i)
-                buffer.copy_(_part_of(given, bucket.params[i]))
-            state[name] = compat.like(bucket.params[i], _shown(given, buffer))
+                view.store(_part_of(given, param).float())
+            state[name] = compat.like(param, view)
+            continue
+        if given is not None and buffer.numel() and mine.data_ptr() == buffer.data_ptr():
+            continue
+        bucket.pending.withdraw()
+        if given is None:
+            bucket.states.clear(optimizer, name, i)
+        else:
+            opened(given)
+            bucket.states.filled(optimizer, name, i)
+            buffer.copy_(_part_of(given, param))
+        state[name] = compat.like(param, _shown(given, buffer))
 
 
 def _shown(given: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -176,52 +131,34 @@ def _shown(given: Any, buffer: torch.Tensor) -> torch.Tensor:
     return given  # type: ignore[no-any-return]
 
 
-def _lies_in(given: torch.Tensor, buffer: torch.Tensor) -> bool:
-    return buffer.numel() > 0 and compat.local(given).data_ptr() == buffer.data_ptr()
-
-
 def _part_of(given: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a loaded state, which may be whole or sharded."""
     plain: torch.Tensor = to_plain(given)
     if compat.is_sharded(param) and not compat.is_sharded(plain):
         plain = compat.distributed(plain, param)
-    mine: torch.Tensor = compat.local(plain)
-    return mine
+    return compat.local(plain)  # type: ignore[no-any-return]
 
 
 def for_update(
-    optimizer: Optimizer,
-    bucket: HostBucket,
+    buffers: Mapping[str, Mapping[int, State]],  # the optimizer's, in the parameter's bucket
     i: int,
     state: dict[str, Any],
+    # that a rule uses; others may remain from earlier options. None: all that torch.optim's own
+    # step uses, including its counter
     names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """A parameter's state for an update: the bucket's own, unguarded views.
-
-    Args:
-        optimizer: the owner of the state.
-        bucket: the parameter's bucket.
-        i: the parameter's index.
-        state: its `optimizer.state`.
-        names: the states that a rule uses; others may remain from earlier options. None: all that
-            torch.optim's own step uses, including its counter.
-    """
-    buffers = bucket.states.of(optimizer)
+    """A parameter's state for an update: the bucket's own, unguarded views."""
     found: dict[str, Any] = {}
     for name, value in state.items():
         if names is not None and name not in names:
             continue
         buffer = buffers.get(name, {}).get(i)
-        if buffer is not None and type(value) is torch.Tensor:
-            found[name] = buffer
-            continue
-        mine = compat.local(value)
+        mine = value if type(value) is torch.Tensor else compat.local(value)
         if isinstance(mine, BlockwiseTensor) and not isinstance(buffer, tuple):
             found[name] = mine.plain()
-        elif buffer is not None:
-            found[name] = buffer
+        elif buffer is None and isinstance(mine, torch.Tensor):
+            found[name] = mine.detach()
         else:
-            found[name] = mine.detach() if isinstance(mine, torch.Tensor) else mine
+            found[name] = mine if buffer is None else buffer
     if names is None and isinstance(state.get("step"), torch.Tensor):
         # float64: torch.optim computes with it as a tensor, not as a number, while any thread
         # compiles (torch.compiler.is_compiling() is of the process), and must round alike
@@ -240,20 +177,13 @@ def visible(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:
-    """The user-visible states, of every optimizer, for a bucket with states on a disk.
-
-    A step reads and writes all of them, even unchanged ones: a concurrent user write to another
-    optimizer's state, or to the state of a parameter without a gradient, would be lost.
-    """
+    """The user-visible states, of every optimizer, for a bucket with states on a disk. A step reads
+    and writes all of them, even unchanged ones: a concurrent user write to another optimizer's
+    state, or to the state of a parameter without a gradient, would be lost."""
     if bucket.disk is None or not bucket.states.on_disk():
         return []
-    states = (
-        owner.state[param]
-        for owner in bucket.states.owners()
-        if isinstance(owner, Optimizer)
-        for param in bucket.params
-        if param in owner.state
-    )
+    owners = [owner for owner in bucket.states.owners() if isinstance(owner, Optimizer)]
+    states = [owner.state[p] for owner in owners for p in bucket.params if p in owner.state]
     return [each for state in states for each in visible(state)]
 
 
@@ -269,45 +199,35 @@ def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 def new_counter() -> torch.Tensor:
     """The initial "step" counter of an optimizer that has one."""
-    double = torch.get_default_dtype() == torch.float64
-    return torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)
+    default = torch.get_default_dtype()
+    return torch.tensor(0.0, dtype=default if default == torch.float64 else torch.float32)
 
 
-def count_up(states: Iterable[dict[str, Any]]) -> None:
-    """Count a step in an optimizer's own counters."""
-    counters = []
+def count_up(states: Iterable[dict[str, Any]], others: Iterable[torch.Tensor] = ()) -> None:
+    """Count a step in an optimizer's own counters: those in states, and others."""
+    counters = list(others)
     for state in states:
         count = state.get("step")
         if isinstance(count, torch.Tensor):
             counters.append(count)
         elif count is not None:
             state["step"] = count + 1
-    add_one(counters)
-
-
-def add_one(counters: list[torch.Tensor]) -> None:
-    """Count a step in counters."""
     if counters:
         one = torch.ones((), dtype=counters[0].dtype)  # a number: a tensor for each
         compat.FOREACH_ADD(counters, one, alpha=1)
 
 
 def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Order first states by parameter group, like torch.optim; the order is visible in
-    `state_dict()`.
-
-    Args:
-        optimizer: the stepping optimizer.
-        params: the parameters that it may update.
-
-    Returns:
-        The parameters with empty states; `drop_empty` removes the states that stay empty.
-    """
+    """Order first states by parameter group, like torch.optim, because the order is visible in
+    `state_dict()`; returns the parameters with empty states, for `drop_empty`."""
     kind, of = known(type(optimizer)), {id(param) for param in params}
-    new: list[nn.Parameter] = []
-    for group in optimizer.param_groups if kind is not None and of else ():
-        if kind is not None and kind.has_states(group):
-            new += [p for p in group["params"] if id(p) in of and p not in optimizer.state]
+    new = [
+        param
+        for group in (optimizer.param_groups if kind is not None and of else ())
+        if kind is not None and kind.has_states(group)
+        for param in group["params"]
+        if id(param) in of and param not in optimizer.state
+    ]
     for param in new:
         optimizer.state[param] = {}
     return new
@@ -320,24 +240,18 @@ def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
             del optimizer.state[param]
 
 
-# States that move with their parameters: to another bucket, or out of all buckets.
-
-
 def move_states(old: HostBucket, new: HostBucket) -> None:
-    """Move the states of a bucket to another bucket with the same parameters.
-
-    8-bit states keep their codes: nothing is rounded again.
-    """
-    made: dict[int, State] = {}  # by the source's id: optimizers may share states
+    """Move the states of a bucket to another bucket with the same parameters. 8-bit states keep
+    their codes: nothing is rounded again."""
     for owner in old.states.owners():
         assert isinstance(owner, Optimizer)
         for name, states in old.states.of(owner).items():
-            wide = {i: s.dtype for i, s in states.items() if isinstance(s, torch.Tensor)}
-            new.states.make(owner, name, wide, pin=new.pin)
-            new.states.make_codes(owner, name, sorted(states.keys() - wide.keys()), pin=new.pin)
+            dtypes: dict[int, StateDtype] = {}
+            for i, state in states.items():
+                dtypes[i] = state.dtype if isinstance(state, torch.Tensor) else "int8"
+            new.states.make(owner, name, dtypes, pin=new.pin)
             there = new.states.of(owner)[name]
             for i, state in states.items():
-                there[i] = made.setdefault(id(state), there[i])
                 for target, source in zip(_parts(there[i]), _parts(state), strict=True):
                     target.copy_(source)
                 _show(owner.state.get(old.params[i], {}), name, state, there[i], new)
@@ -347,14 +261,17 @@ def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: Host
     """Replace a user-visible state by the new one if it is the old one."""
     shown = state.get(name)
     mine = compat.local(shown)
+    moved: torch.Tensor | None = None
     if isinstance(mine, BlockwiseTensor):
         if isinstance(old, tuple) and isinstance(new, tuple) and mine.codes is old[0]:
-            moved = BlockwiseTensor(mine, *new, signed=mine.signed, settle=bucket.pending.wait)
-            assert isinstance(shown, torch.Tensor)
-            state[name] = compat.like(shown, moved)
-    elif isinstance(shown, torch.Tensor) and isinstance(old, torch.Tensor):
+            wait = bucket.pending.wait
+            moved = BlockwiseTensor(mine, *new, signed=mine.signed, settle=wait)
+    elif isinstance(mine, torch.Tensor) and isinstance(old, torch.Tensor):
         if mine.data_ptr() == old.data_ptr() and isinstance(new, torch.Tensor):
-            state[name] = compat.like(shown, new.detach())
+            moved = new.detach()
+    if moved is not None:
+        assert isinstance(shown, torch.Tensor)
+        state[name] = compat.like(shown, moved)
 
 
 def _parts(state: State) -> tuple[torch.Tensor, ...]:
@@ -362,22 +279,16 @@ def _parts(state: State) -> tuple[torch.Tensor, ...]:
 
 
 def state_bytes(bucket: HostBucket) -> int:
-    """The memory of all states of a bucket."""
+    named = [states for o in bucket.states.owners() for states in bucket.states.of(o).values()]
     return sum(
-        part.nbytes
-        for owner in bucket.states.owners()
-        for states in bucket.states.of(owner).values()
-        for state in states.values()
-        for part in _parts(state)
+        part.nbytes for states in named for state in states.values() for part in _parts(state)
     )
 
 
 def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Convert the states of parameters outside of all buckets to those of torch.optim.
-
-    They move to their parameter's device, by the rules of `Optimizer.load_state_dict`: states
-    created by a rule (in 8 bits, or of another dtype) get the parameter's dtype.
-    """
+    """Convert the states of parameters outside of all buckets to those of torch.optim. They move to
+    their parameter's device, by the rules of `Optimizer.load_state_dict`: states created by a rule
+    (in 8 bits, or of another dtype) get the parameter's dtype."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_rule = rule_of(optimizer) is not None
     for param in params:

@@ -1,11 +1,20 @@
-"""The gradients of a model's parameters: their places in the buckets, and their current holders."""
+"""The gradients of a model's parameters: their places in the buckets, holders, and readers.
+
+A captured graph returns a gradient to autograd before its copy to the host ends, and may add it on
+the device to the current `p.grad`. Both are correct only if nothing reads the gradient before
+`backward()` returns: neither hooks on the parameter or its AccumulateGrad node, nor other users of
+the parameter in the same backward (a penalty, a tied head outside of the model).
+"""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TypeGuard
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -15,12 +24,7 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.params.accumulators import Accumulator, Accumulators
-from megacompile.runtime.params.backward_pass import (
-    BackwardPass,
-    lies_in_bucket,
-    same_memory,
-)
+from megacompile.runtime.params.backward_pass import BackwardPass, lies_in_bucket, same_memory
 from megacompile.runtime.params.gradient_guards import (
     is_taken,
     is_unsummed,
@@ -28,36 +32,85 @@ from megacompile.runtime.params.gradient_guards import (
     leave_unsummed,
     sum_late,
 )
+from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket, set_storage
+
+_TRAINED, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
+_NO_GRADIENT = frozenset((type(None),))
+
+
+class Accumulator:
+    """The AccumulateGrad node of one parameter; `Gradients` keeps it until the buckets change."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+        self.node = compat.accumulator_of(param)
+        self.hooks = compat.hooks_of(self.node)  # before and after it; the dicts are live
+
+    @property
+    def hooked_before(self) -> bool:
+        """True if a hook will see the gradient before it is accumulated."""
+        return bool(self.hooks[0] or compat.gradient_hooks(self.param))
+
+    @property
+    def hooked(self) -> bool:
+        """True if a hook of any kind will see the gradient."""
+        after = self.hooks[1] or compat.post_accumulate_hooks(self.param)
+        return bool(after or self.hooked_before)
+
+
+class Accumulators:
+    """The AccumulateGrad nodes of several parameters, queried together because every step queries
+    each."""
+
+    def __init__(self, ends: Sequence[Accumulator]) -> None:
+        self.params = [end.param for end in ends]
+        self.ids = frozenset(map(id, self.params))
+        self.nodes: list[Any] = [end.node for end in ends]
+        self._hooks = [hooks for end in ends for hooks in end.hooks]
+
+    @property
+    def hooked(self) -> bool:
+        """True if a hook of any kind will see one of their gradients."""
+        with unguarded():
+            return any(self._hooks) or compat.any_hooked(self.params)
+
+    @property
+    def all_run(self) -> bool:
+        """True, inside a backward, if it accumulates into all of them, as far as each is known."""
+        return all(map(_TRAINED, self.params)) and compat.accumulates_into_all(self.nodes)
+
+    @property
+    def without_gradients(self) -> bool:
+        return _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, self.params)))
 
 
 class Gradients:
-    """The gradients of a model's parameters, by bucket and index. Owned by the machine.
+    """The gradients of a model's parameters, by bucket and index. Owned by the machine."""
 
-    Args:
-        streams: the streams for copies to the host.
-        exact: accumulate bitwise in autograd's order, even if that takes more memory.
-        ranks: the ranks that share the parameters, if any.
-    """
-
-    def __init__(self, streams: Streams, *, exact: bool = True, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        exact: bool = True,  # accumulate bitwise in autograd's order, even if it takes more memory
+        ranks: Ranks | None = None,  # that share the parameters
+    ) -> None:
         self.streams = streams
         self.exact = exact
         self.ranks = ranks
         self.buckets: dict[int, HostBucket] = {}
-        self._places: dict[int, ParamId] = {}  # id(parameter) -> place
+        self.places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}
         self._together: dict[tuple[ParamId, ...], Accumulators] = {}  # nodes, per graph
         self._passes: dict[int, BackwardPass] = {}  # running backwards, by autograd's number
         self._followed = False  # True if a parameter got a new AccumulateGrad node
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
-        """Use these buckets from now on."""
         self.buckets = dict(buckets)
         self._ends.clear()  # a parameter that moved to another device has a new node
         self._together.clear()
         self._followed = False
-        self._places = {
+        self.places = {
             id(param): (key, i)
             for key, bucket in self.buckets.items()
             for i, param in enumerate(bucket.params)
@@ -65,51 +118,38 @@ class Gradients:
 
     def place(self, param: torch.Tensor) -> ParamId | None:
         """A parameter's bucket and index; None for another model's parameter."""
-        return self._places.get(id(param))
+        return self.places.get(id(param))
 
     def param(self, place: ParamId) -> nn.Parameter:
-        """The parameter at a place."""
         return self.buckets[place[0]].params[place[1]]
 
     def end(self, place: ParamId) -> Accumulator:
-        """The AccumulateGrad node of a parameter."""
         if place not in self._ends:
             self._ends[place] = Accumulator(self.param(place))
         return self._ends[place]
 
     def ends(self, places: tuple[ParamId, ...]) -> Accumulators:
-        """The AccumulateGrad nodes of several parameters."""
         found = self._together.get(places)
         if found is None:
             found = self._together[places] = Accumulators([self.end(place) for place in places])
         return found
 
     def follow(self, places: tuple[ParamId, ...], nodes: Sequence[object]) -> bool:
-        """Record the AccumulateGrad nodes of parameters; True if any is new.
-
-        A parameter gets a new node when its data temporarily had another dtype or was replaced in
-        place (`p.set_()`).
-        """
+        """Record the AccumulateGrad nodes of parameters; True if any is new, because the data
+        temporarily had another dtype or was replaced in place (`p.set_()`)."""
         if all(map(operator.is_, self.ends(places).nodes, nodes)):
             return False
-        stale = [
-            place
-            for place, node in zip(places, nodes, strict=True)
-            if self.end(place).node is not node
-        ]
-        for place in stale:
-            del self._ends[place]
+        for place, node in zip(places, nodes, strict=True):
+            if self.end(place).node is not node:
+                del self._ends[place]
         self._together.clear()
-        self._followed |= bool(stale)
-        return bool(stale)
+        self._followed = True
+        return True
 
     def outdated(self) -> bool:
-        """True if proxies lead to outdated AccumulateGrad nodes.
-
-        A hook that waits for a gradient would be called for both nodes. Without a hook, a call
-        detects new nodes by its gates (`follow`), and checking before the next call is early
-        enough.
-        """
+        """True if proxies lead to outdated AccumulateGrad nodes: a hook that waits for a gradient
+        would be called for both nodes. Without a hook, a call detects new nodes by its gates
+        (`follow`), and checking before the next call is early enough."""
         ends = self._ends.values()
         if self._followed or not compat.any_accumulate_hooks([end.param for end in ends]):
             return self._followed
@@ -144,42 +184,23 @@ class Gradients:
         return len(self._passes) > 1
 
     def is_ours(self, place: ParamId) -> bool:
-        """True if `p.grad` is in place in the bucket."""
         return lies_in_bucket(self.buckets[place[0]], place[1])
-
-    def is_free(self, place: ParamId) -> bool:
-        """True if only the bucket references a gradient's memory."""
-        memory = self.buckets[place[0]].grads.get(place[1])
-        return memory is None or compat.storage_users(memory) == 1
 
     def is_busy(self, place: ParamId) -> bool:
         """True if a running `backward()` has returned this gradient to autograd."""
         # a copy, because threads start and end backwards meanwhile
-        return any([backward.has(place) for backward in tuple(self._passes.values())])
+        records = [backward.records.get(place) for backward in tuple(self._passes.values())]
+        return any(record is not None and record.memory is not None for record in records)
 
     def prepare(
-        self,
-        wanted: Mapping[int, Sequence[int]],
-        unwanted: set[ParamId],
-        backward: BackwardPass,
-        *,
-        fresh: bool = False,
+        self, wanted: Mapping[int, Sequence[int]], backward: BackwardPass, *, fresh: bool = False
     ) -> None:
-        """Allocate these gradients; their `p.grad` are plain tensors from now on.
-
-        Gradients of resident buckets are allocated by the backward.
-
-        Args:
-            wanted: bucket key -> parameter indices.
-            unwanted: the parameters that autograd does not request.
-            backward: their backward.
-            fresh: True if no parameter has a `p.grad`.
-        """
+        """Allocate gradients, by bucket key and parameter index, but for those of resident buckets;
+        their `p.grad` are plain tensors from now on. `fresh`: no parameter has one."""
         for key, params in wanted.items():
             bucket = self.buckets[key]
             bucket.pending.settle()
-            if not unwanted or not unwanted.issuperset([(key, i) for i in params]):
-                backward.norms.pop(key, None)
+            backward.norms.pop(key, None)
             for i in () if fresh else params:
                 _open(bucket.params[i].grad)
             if bucket.resident is not None:
@@ -215,8 +236,7 @@ class Gradients:
                 self._forget(key, bucket)
 
     def _forget(self, key: int, bucket: HostBucket) -> None:
-        now = [param.grad for param in bucket.params]
-        if not self._passes and {type(None)}.issuperset(map(type, now)):
+        if not self._passes and _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, bucket.params))):
             bucket.grads.clear()
             return
         for i in [i for i in bucket.grads if not self.is_busy((key, i))]:
@@ -224,7 +244,6 @@ class Gradients:
                 del bucket.grads[i]
 
     def on_device(self) -> bool:
-        """True if resident buckets have gradients."""
         return any(
             is_there(param.grad)
             for bucket in self.buckets.values()
@@ -234,42 +253,35 @@ class Gradients:
 
     def _part(self, places: Iterable[ParamId]) -> None:
         """Move a `p.grad` that uses another parameter's place to its own memory."""
-        now = [(place, self.param(place).grad) for place in places]
-        there = [(place, gradient) for place, gradient in now if is_there(gradient)]
+        there = [(at, grad) for at in places if is_there(grad := self.param(at).grad)]
         if not there:  # as after zero_grad()
             return
         buffers = {
             g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()
         }
         for place, gradient in there:
-            if gradient.layout is not torch.strided:
-                continue
             mine = compat.local(gradient)
-            if mine.numel() and buffers.get(mine.data_ptr(), place) != place:
-                set_storage(gradient, mine.detach().clone())
+            if gradient.layout is torch.strided and mine.numel():
+                if buffers.get(mine.data_ptr(), place) != place:
+                    set_storage(gradient, mine.detach().clone())
 
-    def take(self, key: int) -> tuple[dict[int, torch.Tensor], set[int]]:
-        """Take a bucket's gradients out of `p.grad`, by parameter index; also returns the indices
-        of unsummed ones."""
-        bucket = self.buckets[key]
-        taken, lacking = {}, set()
-        for i, param in enumerate(bucket.params):
+    def take(self, key: int) -> dict[int, tuple[torch.Tensor, bool]]:
+        """Take a bucket's gradients out of `p.grad`, by parameter index; true for unsummed ones."""
+        taken = {}
+        for i, param in enumerate(self.buckets[key].params):
             gradient = param.grad
-            if gradient is None or is_taken(gradient):
-                continue
-            _open(gradient)
-            taken[i] = compat.local(gradient).detach()
-            if is_unsummed(gradient):
-                lacking.add(i)
-            param.grad = None
-        return taken, lacking
+            if is_there(gradient):
+                _open(gradient)
+                taken[i] = compat.local(gradient).detach(), is_unsummed(gradient)
+                param.grad = None
+        return taken
 
     @staticmethod
-    def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor], lacking: Set[int]) -> None:
-        """Put gradients into a bucket that has moved."""
+    def put(bucket: HostBucket, taken: Mapping[int, tuple[torch.Tensor, bool]]) -> None:
+        """Put taken gradients into a bucket that has moved."""
         if taken and bucket.resident is None:
             bucket.make_grads()
-        for i, gradient in taken.items():
+        for i, (gradient, lacks) in taken.items():
             param = bucket.params[i]
             if bucket.resident is not None and param.requires_grad:
                 bucket.make_grad(i)
@@ -277,7 +289,7 @@ class Gradients:
                 param.grad = compat.like(param, bucket.grads[i].copy_(gradient).detach())
             else:  # frozen since
                 param.grad = compat.like(param, gradient.to(bucket.values[i].device))
-            if i in lacking:
+            if lacks:
                 leave_unsummed(param, bucket.layout.params[i].name)
 
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
@@ -289,7 +301,6 @@ class Gradients:
         return False
 
     def _renew(self, key: int, bucket: HostBucket) -> None:
-        """Reallocate a bucket's gradients; gradients in use are copied."""
         old = bucket.grads
         bucket.make_grads()
         for i, before in old.items():
@@ -306,7 +317,6 @@ class Gradients:
 
 
 def _open(gradient: torch.Tensor | None) -> None:
-    """Make a lazy gradient plain before it changes."""
     who = lazy_of(gradient)
     if gradient is not None and who is not None:
         who.open(gradient)
@@ -322,3 +332,54 @@ def _give_up(passes: dict[int, BackwardPass], number: int, found: BackwardPass) 
 def is_there(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """True if a gradient exists to accumulate into; an update in the backward leaves none."""
     return gradient is not None and not is_taken(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """The users of parameters in one backward, by the id of the parameter."""
+
+    others: frozenset[int]  # with users other than captured graphs
+    several: frozenset[int]  # used by several captured graphs, or by one that ran twice
+    nodes: frozenset[object]  # the backward's number
+
+
+def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> Users:
+    """The users of parameters in a backward, by the function classes of captured graphs, gates and
+    links.
+
+    A gate's first edge leads to the next gate, the others to parameters, each once. An edge to a
+    link, which connects a proxy to its parameter (`ctx.param`), counts as an edge to the parameter,
+    except from captured graphs, whose gates have one too. An edge from a graph to a parameter
+    belongs to a tensor input of the call.
+    """
+    end, joins = compat.ACCUMULATOR, compat.node_class(link)
+    of_graph, of_gate = compat.node_class(graph), compat.node_class(gate)
+    todo: list[Any] = [compat.root_node(root) for root in call.roots]
+    others = {id(node.variable) for node in todo if type(node) is end}
+    gates = list[Sequence[Any]]()  # edges to parameters
+    seen: set[object] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        following = node.next_functions
+        if type(node) is of_gate:
+            gates.append(following[1:])
+            following = following[:1]
+        is_graph, is_link = type(node) is of_graph, type(node) is joins
+        for after, _ in following:
+            kind = type(after)
+            if kind is end:
+                if not is_link:
+                    others.add(id(after.variable))
+            elif kind is joins:
+                if not is_graph:
+                    others.add(id(after.param))
+            elif after is not None:
+                todo.append(after)
+    several: frozenset[int] = frozenset()
+    if len(gates) > 1:
+        uses = Counter(id(after.variable) for of in gates for after, _ in of if type(after) is end)
+        several = frozenset(key for key, count in uses.items() if count > 1)
+    return Users(frozenset(others), several, frozenset(seen))

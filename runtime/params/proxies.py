@@ -8,7 +8,7 @@ temporary copy: slow, but always correct. A resident parameter is read in place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,13 @@ from megacompile.runtime.params.guards import unguarded_class
 from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, link_of, parameter_of
 
 
-def _nothing(*of_nothing: Any) -> None:
-    """No wait and no notices, for a proxy outside of a model."""
+def _nothing(*of_nothing: Any) -> None: ...
 
 
 class ParamSource(NamedTuple):
     """The source of a proxy's data, and callbacks for uses by eager code."""
 
+    # outside of a model, a proxy waits for nothing and notifies of nothing
     settle: Callable[[], None] = _nothing  # waits until the data may be read
     wrote: Callable[[], None] = _nothing  # called after a write by eager code
     used: Callable[[torch.Tensor | None, Any], None] = _nothing  # see `StreamedParameter.use`
@@ -40,10 +40,8 @@ _NO_MODEL = ParamSource()
 
 
 class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
-    """A traceable wrapper: shape, strides and dtype of `host`, on `device`.
-
-    Its own attributes are slots: its `__dict__` is the parameter's.
-    """
+    """A traceable wrapper: shape, strides and dtype of `host`, on `device`. Its own attributes are
+    slots: its `__dict__` is the parameter's."""
 
     __slots__ = (
         *("host", "root", "param", "is_view", "source", "part"),
@@ -51,7 +49,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     )
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter, or of the view's base
-    param: torch.Tensor | None  # the parameter, or a component of a packed one
+    param: Any  # the parameter, or a component of a packed one; None: outside of a model
     is_view: bool  # True for a view of a parameter, created by eager code
     source: ParamSource
     part: torch.Tensor | None  # if ranks share it: this rank's part; `host` is on meta
@@ -62,7 +60,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     @staticmethod
     def __new__(
-        cls, host: torch.Tensor, device: torch.device, *, view: bool = False
+        cls, host: torch.Tensor, device: torch.device, view: bool = False
     ) -> StreamedParameter:
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
@@ -71,11 +69,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
 
-    def __init__(self, host: torch.Tensor, device: torch.device, *, view: bool = False) -> None:
-        del host, device, view
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        del tensor_contents
         return f"StreamedParameter({self.host!r}, device={str(self.device)!r})"
 
     __hash__ = ParameterLooks.__hash__
@@ -87,34 +81,30 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         memo[id(self)] = made
         return made
 
+    def _whole(self) -> torch.Tensor:
+        return self.host if self.part is None else self.fetched()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the host tensor, during a forward (in a signal handler, for example)."""
         self.source.settle()
-        return (self.host if self.part is None else self.fetched()).__reduce_ex__(protocol)
+        return self._whole().__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
-        return (self.host if self.part is None else self.fetched()).tolist()
+        return self._whole().tolist()
 
     def fetched(self) -> torch.Tensor:
         """A copy on the device. If ranks share the parameter, all of them call this."""
         if self.part is None:
             return self.host.to(self.device, copy=True)
-        assert self.param is not None
         return ranks.whole(self.param, self.part.to(self.device))
 
     def use(self) -> None:
-        """Record a use by eager code: its parameter, and the link for a backward."""
+        """Record a use by eager code: its parameter, and the link for a backward; then wait until
+        the data may be read."""
         link = link_of(self if self.base is None else self.base)
         comes = torch.is_grad_enabled() and type(link) is _LINK  # another proxy was written to
         self.source.used(self.param, link if comes else None)
-
-    def lying(self) -> torch.Tensor:
-        """Its values on the device, for an operator that only reads them: in place if resident, as
-        a new tensor object, because cuDNN's operator for flat weights replaces its arguments'
-        storage."""
-        if not self.source.resident or self.part is not None:
-            return self.fetched()
-        return torch.ops.aten.alias(self.host)  # type: ignore[no-any-return]
+        self.source.settle()
 
     def check_version(self) -> None:
         """Bump the proxy's version if the parameter was changed in place, because the proxy has its
@@ -141,7 +131,6 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         if self.part is None:
             self.host.copy_(value)
         else:
-            assert self.param is not None
             self.part.copy_(compat.local(compat.distributed(value, self.param)))
         base = self if self.base is None else self.base
         if base.copied is not None:
@@ -149,7 +138,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The parameter's `data` on the device: a copy, unless the device is the host."""
+        """The parameter's gradient on the device: a copy, unless the device is the host."""
         if self.param is None or self.is_view:
             return super().grad if super().is_leaf else None
         gradient = None if compat.is_described() else self.param.grad
@@ -158,13 +147,13 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if self.param is None or self.is_view:
-            _SET_GRAD(self, value)
+            _GRAD.__set__(self, value)
         else:
             self.param.grad = None if value is None else value.to(self.param.device)
 
     @property
     def data(self) -> torch.Tensor:
-        """The gradient, like any tensor's; an assignment is written to the host."""
+        """The values, like any tensor's; an assignment is written to the host."""
         return super().data
 
     @data.setter
@@ -187,7 +176,6 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], device: torch.device, size: Any, stride: Any
     ) -> StreamedParameter:
-        del size, stride
         return cls(inner["host"], device)
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
@@ -197,7 +185,6 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     def __torch_dispatch__(  # otherwise Dynamo captures this code when it skips the caller
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        del types
         kwargs = kwargs or {}
         if compat.returns_views(func):
             return _view(func, args, kwargs)
@@ -209,9 +196,12 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
                 return value
             if id(value) not in fetched:
                 value.use()
-                value.source.settle()
                 value.check_version()
-                fetched[id(value)] = (value, value.fetched() if changes else value.lying())
+                if changes or not value.source.resident or value.part is not None:
+                    there = value.fetched()
+                else:  # another tensor object: cuDNN replaces the storage of flat weights
+                    there = torch.ops.aten.alias(value.host)
+                fetched[id(value)] = (value, there)
             return fetched[id(value)][1]
 
         if func is torch.ops.aten.eq.Tensor and parameter_of(args[0]) is parameter_of(args[1]):
@@ -238,18 +228,15 @@ class StreamedView(StreamedParameter):
 
 
 def _named(proxy: type[StreamedParameter]) -> type[StreamedParameter]:
-    """A proxy class with the name of the original class, because code reads `type(p).__name__`."""
-    for name in ("__module__", "__name__", "__qualname__"):
+    for name in ("__module__", "__name__", "__qualname__"):  # code reads `type(p).__name__`
         setattr(proxy, name, getattr(proxy.stands_for, name))
     return proxy
 
 
 @functools.cache
 def proxy_class(cls: type) -> type[StreamedParameter]:
-    """The proxy class for a parameter class; `isinstance` agrees with the original.
-
-    For a subclass, as in bitsandbytes, it has the subclass's methods and properties too.
-    """
+    """The proxy class for a parameter class; `isinstance` agrees with the original. For a subclass,
+    as in bitsandbytes, it has the subclass's methods and properties too."""
     cls = unguarded_class(cls)
     if cls is torch.Tensor:
         return StreamedView
@@ -262,19 +249,16 @@ def proxy_class(cls: type) -> type[StreamedParameter]:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view of a proxy is a proxy of the view: writes through it reach the host.
-
-    If ranks share the parameter, it is a view of a copy.
-    """
+    """A view of a proxy is a proxy of the view: writes through it reach the host. If ranks share
+    the parameter, it is a view of a copy."""
     if any(isinstance(v, StreamedParameter) and v.part is not None for v in (*args, *kwargs)):
         return func(*compat.tree_map(_copied, args), **compat.tree_map(_copied, kwargs))
     bases: list[StreamedParameter] = []
 
     def host(value: Any) -> Any:
-        if not isinstance(value, StreamedParameter):
-            return value
-        bases.append(value)
-        return value.host
+        if isinstance(value, StreamedParameter):
+            bases.append(value)
+        return value.host if isinstance(value, StreamedParameter) else value
 
     def proxy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -290,15 +274,13 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    if not isinstance(value, StreamedParameter):
-        return value
-    value.use()
-    value.source.settle()
-    return value.fetched()
+    if isinstance(value, StreamedParameter):
+        value.use()
+        return value.fetched()
+    return value
 
 
 _GRAD: Any = torch.Tensor.grad
-_SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
 
 
 class Link(torch.autograd.Function):
@@ -314,8 +296,7 @@ class Link(torch.autograd.Function):
         return make()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
+    def backward(ctx: Any, gradient: Any) -> Any:
         param = ctx.param
         if ctx.links is not None and not compat.keeps_graph():
             ctx.links.discard(ctx)
@@ -332,7 +313,6 @@ _LINK = compat.node_class(Link)
 def as_gradient_of(proxy: StreamedParameter, gradient: torch.Tensor) -> torch.Tensor:
     """Convert a parameter's gradient to a gradient of its proxy."""
     if proxy.part is not None:
-        assert proxy.param is not None
         return ranks.whole(proxy.param, compat.local(gradient).to(proxy.device))
     return gradient.to(proxy.device)
 
@@ -342,9 +322,8 @@ for _class in (StreamedParameter, StreamedView):
 compat.ask_before_export(in_memory)
 
 
-# Parameters that are wrapper subclasses (torchao): their proxies and devices.
-# Such a parameter has no storage. Its component tensors are in a bucket, and during a call a
-# wrapper over their proxies replaces it.
+# A parameter that is a wrapper subclass (torchao) has no storage. Its component tensors are in a
+# bucket, and during a call a wrapper over their proxies replaces it.
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -380,7 +359,9 @@ def follow_parts(model: nn.Module) -> None:
     Raises:
         ModelError: other code references a wrapper, so torch cannot swap it.
     """
-    for name, param in _wrappers(model):
+    for _, name, param in packed_parameters(model):
+        if not is_wrapper(param):
+            continue
         wrapping, parts = taken_apart(param)
         device = parts[0].device
         if param.device == device:
@@ -394,9 +375,3 @@ def follow_parts(model: nn.Module) -> None:
                 f"{device}: {error}; drop other references to the parameter, or move the model "
                 "before megacompile()"
             ) from error
-
-
-def _wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for _, name, param in packed_parameters(model):
-        if is_wrapper(param):
-            yield name, param

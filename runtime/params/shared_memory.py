@@ -1,9 +1,8 @@
 """Memory that several tensors share.
 
-Overlapping inputs of a call move to the device together, and captured graphs know about them. In
-this module, a tensor's memory extends from its first to its last element, and tensors overlap if
-these ranges do. Other tensors in a parameter's memory do not follow it into its bucket, and the
-user is warned.
+Overlapping inputs of a call move to the device together, and captured graphs know about them. A
+tensor's memory extends from its first to its last element here. Other tensors in a parameter's
+memory do not follow it into its bucket, and the user is warned.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,28 +21,17 @@ from megacompile.ir.capture import Overlap
 from megacompile.packed import is_wrapper
 from megacompile.runtime.params.proxies import StreamedParameter
 
-
-class _Span(NamedTuple):
-    """The byte range of a tensor, and its position in a list."""
-
-    start: int
-    stop: int
-    position: int
+_Span = tuple[int, int, int]  # byte addresses of a tensor's start and end; its position in a list
 
 
 def moved(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    is_there: Callable[[torch.Tensor], bool],
+    is_there: Callable[[torch.Tensor], bool],  # true if `move` would return the tensor itself
     move: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `move` to the tensors of a call; overlapping tensors still overlap afterwards.
-
-    A list or dict without moved tensors is passed on as the same object: the forward may change it.
-
-    Args:
-        is_there: returns True if `move` would return the tensor itself.
-    """
+    """Apply `move` to the tensors of a call; overlapping tensors still overlap. A list or dict
+    without moved tensors is passed on as the same object: the forward may change it."""
     tensors = [leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if all(map(is_there, tensors)):
         return args, kwargs
@@ -68,35 +56,27 @@ def _with(others: Mapping[int, torch.Tensor], value: Any) -> Any:
 def moved_together(
     tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Move each tensor; overlapping tensors become views of the moved common memory.
-
-    If a gradient flows through them, `move` is applied to their common base.
-    """
+    """Move each tensor; overlapping tensors become views of the moved common memory, or of their
+    moved base if a gradient flows through them."""
     made = [tensor if _dense(tensor) else move(tensor) for tensor in tensors]
     for group in _groups([(i, t) for i, t in enumerate(tensors) if _dense(t)]):
-        members = [tensors[span.position] for span in group]
+        members = [tensors[position] for *_, position in group]
         base = _base(group, members) if len(group) > 1 else None
-        if base is None:
-            for span, member in zip(group, members, strict=True):
-                made[span.position] = move(member)
-            continue
-        there = move(base)
-        for span, member in zip(group, members, strict=True):
-            if there is base:
-                made[span.position] = member
-                continue
-            offset = (member.data_ptr() - base.data_ptr()) // base.itemsize
-            made[span.position] = there.as_strided(member.shape, member.stride(), offset)
+        there = None if base is None else move(base)
+        for (*_, position), member in zip(group, members, strict=True):
+            if base is None or there is None:
+                made[position] = move(member)
+            elif there is not base:
+                offset = (member.data_ptr() - base.data_ptr()) // base.itemsize
+                made[position] = there.as_strided(member.shape, member.stride(), offset)
     return made
 
 
 def overlaps(
     args: Sequence[Any], changed: frozenset[int], parameters: Iterable[torch.Tensor]
 ) -> tuple[Overlap, ...]:
-    """The groups of a captured graph's inputs that overlap, if one of each is in `changed`.
-
-    `parameters` are tensors in the memory of streamed parameters, one per bucket.
-    """
+    """The groups of a captured graph's inputs that overlap, if one of each is in `changed`, also
+    with streamed parameters: tensors in their memory, one per bucket."""
     tensors = [
         (i, arg)
         for i, arg in enumerate(args)
@@ -105,20 +85,17 @@ def overlaps(
     ours = {tensor.untyped_storage().data_ptr() for tensor in parameters if tensor.numel()}
     found = []
     for group in _groups(tensors):
-        members = [args[span.position] for span in group]
+        members = [args[position] for *_, position in group]
         streamed = any(member.untyped_storage().data_ptr() in ours for member in members)
-        if (len(group) > 1 or streamed) and not changed.isdisjoint(s.position for s in group):
+        if (len(group) > 1 or streamed) and any(position in changed for *_, position in group):
             found.append(_overlap(group, members, streamed=streamed))
     return tuple(found)
 
 
 def bases(args: Sequence[Any], found: Iterable[Overlap]) -> list[torch.Tensor]:
     """The common memory of each overlap, flat, in the order of `found`."""
-    made = []
-    for overlap in found:
-        position, offset = overlap.members[0]
-        made.append(_flat(args[position], offset, overlap.numel))
-    return made
+    firsts = [(*overlap.members[0], overlap.numel) for overlap in found]
+    return [_flat(args[position], offset, numel) for position, offset, numel in firsts]
 
 
 def _flat(member: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
@@ -130,9 +107,9 @@ def _flat(member: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
 def _overlap(
     group: Sequence[_Span], members: Sequence[torch.Tensor], *, streamed: bool = False
 ) -> Overlap:
-    start, stop = group[0].start, max(span.stop for span in group)
+    start, stop = group[0][0], max(stop for _, stop, _ in group)
     itemsize = members[0].itemsize
-    offsets = tuple((span.position, (span.start - start) // itemsize) for span in group)
+    offsets = tuple((position, (begin - start) // itemsize) for begin, _, position in group)
     hindrance = "a parameter is in that memory too" if streamed else _hindrance(group, members)
     return Overlap(offsets, (stop - start) // itemsize, hindrance)
 
@@ -141,7 +118,7 @@ def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
     """The reason why these tensors cannot be views of one flat base; "" if they can."""
     if len({member.dtype for member in members}) > 1:
         return "they are of several dtypes"
-    if any((span.start - group[0].start) % members[0].itemsize for span in group):
+    if any((start - group[0][0]) % members[0].itemsize for start, _, _ in group):
         return "they begin within each other's elements"
     if len({member.untyped_storage().data_ptr() for member in members}) > 1:
         return "the memory is known under several names (numpy?)"
@@ -169,65 +146,18 @@ def _dense(tensor: torch.Tensor) -> bool:
     return dense and not compat.is_of_transform(tensor)
 
 
-def _groups(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[list[_Span]]:
+def _groups(tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[_Span]]:
     """Tensors grouped by shared memory, each group sorted by address."""
-    near: list[list[_Span]] = []
-    stop = -1
-    for span in sorted(_span(i, tensor) for i, tensor in tensors):
-        if near and span.start < stop:
-            near[-1].append(span)
-        else:
-            near.append([span])
-        stop = max(stop, span.stop)
-    if len(near) == len(tensors):
-        return near
-    by_position = dict(tensors)
-    return [group for spans in near for group in _connected(spans, by_position)]
-
-
-def _connected(
-    spans: Sequence[_Span], by_position: Mapping[int, torch.Tensor]
-) -> list[list[_Span]]:
-    """Adjacent spans, split where their tensors do not overlap."""
     groups: list[list[_Span]] = []
-    for span in spans:
-        tensor = by_position[span.position]
-        joined, others = [span], []
-        for group in groups:
-            meets = any(
-                span.start < s.stop and not _apart(by_position[s.position], tensor) for s in group
-            )
-            if meets:
-                joined = [*group, *joined]
-            else:
-                others.append(group)
-        groups = [*others, sorted(joined)]
+    end = -1
+    for span in sorted((*memory_of(tensor), i) for i, tensor in tensors):
+        start, stop, _ = span
+        if groups and start < end:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+        end = max(end, stop)
     return groups
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the two are provably disjoint columns of one table: `t[:, :4]` and `t[:, 4:]`."""
-    if a.itemsize != b.itemsize or (a.data_ptr() - b.data_ptr()) % a.itemsize:
-        return False
-    steps = (_steps(a), _steps(b))
-    beside = (b.data_ptr() - a.data_ptr()) // a.itemsize
-    for pitch in {step for step, _ in steps[0]} & {step for step, _ in steps[1]}:
-        if any(step % pitch for dims in steps for step, _ in dims if step >= pitch):
-            continue
-        run, other = (1 + sum((n - 1) * step for step, n in dims if step < pitch) for dims in steps)
-        if run <= beside % pitch <= pitch - other:
-            return True
-    return False
-
-
-def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(stride, size) of a tensor's dimensions that have more than one element."""
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    return [(step, n) for step, n in dims if n > 1 and step > 0]
-
-
-def _span(position: int, tensor: torch.Tensor) -> _Span:
-    return _Span(*memory_of(tensor), position)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -243,114 +173,59 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 # Aliases of a parameter's memory, which do not follow it into its bucket.
 
-
 _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 
-class AliasNotice:
-    """Warns once, before parameters move to buckets, that aliases stay behind."""
-
-    def __init__(self) -> None:
-        self.said = False
-
-    def of_model(self, model: nn.Module) -> None:
-        """Warn of aliases of the parameters of a model before it is megacompiled.
-
-        An autograd graph may reference a parameter's storage too, which needs no warning. So if a
-        storage has users other than parameters, the live Python tensors are searched.
-        """
-        shared = _shared(model.parameters())
-        if shared:
-            others = _others(shared, {*map(id, model.parameters()), *_computed(model)})
-            self._say(model, [p for p in shared if compat.storage_key(p) in others], others)
-
-    def of_parts(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """Warn of parameters that are parts of a larger tensor, such as a flat buffer. A parameter
-        with a replacement of its own size (`p.data = backup`) is excluded: loops that do this in
-        each step (SAM, LocalSGD) no longer use that tensor.
-        """
-        self(model, [param for param in params if _is_part(param)])
-
-    def of_moving(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """Warn of parameters with aliases whose bucket is about to move."""
-        self._say(model, list(params), {})
-
-    def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-        """Warn of those of these parameters that share their memory."""
-        given = list(params)
-        if given and not self.said:
-            self._say(model, _shared(given), {})
-
-    def _say(
-        self, model: nn.Module, shared: list[nn.Parameter], others: Mapping[int, list[torch.Tensor]]
-    ) -> None:
-        if not shared or self.said:
-            return
-        self.said = True
-        ids = {id(param) for param in shared}
-        name, first = next((n, param) for n, param in model.named_parameters() if id(param) in ids)
-        where = _where(model, others.get(compat.storage_key(first), []))
-        notices.warn(
+def warn_of_aliases(model: nn.Module, params: Iterable[nn.Parameter], of: object) -> None:
+    """Warn, once for each `of`, that aliases stay behind when these parameters move to buckets."""
+    ids = {id(param) for param in params}
+    name = next((name for name, param in model.named_parameters() if id(param) in ids), None)
+    if name is not None:
+        notices.warn_once(
+            "aliases",
             f"megacompile: parameter {type(model).__name__}.{name} shares its memory with another "
-            f"tensor ({where}). megacompile() moves the parameter and not the other tensor, so "
-            "changes of one no longer reach the other. Write to the parameter itself, with "
-            f"torch.no_grad(): model.get_parameter({name!r}).copy_(other); call "
-            f"model.state_dict(), or make the view, again ({len(shared)} parameters; shown once)"
+            "tensor (a view or an attribute; an earlier state_dict(); a flat buffer; the argument "
+            "of load_state_dict(assign=True)). megacompile() moves the parameter and not the other "
+            "tensor, so changes of one no longer reach the other. Write to the parameter itself, "
+            f"with torch.no_grad(): model.get_parameter({name!r}).copy_(other); call "
+            f"model.state_dict(), or make the view, again ({len(ids)} parameters; shown once)",
+            of=of,
         )
 
 
-def _shared(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters whose memory other tensors use too."""
+def with_aliases(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     params = [param for param in params if param.numel() and _has_memory(param)]
     known = Counter(compat.storage_key(param) for param in params)
     return [p for p in params if compat.storage_users(p) > known[compat.storage_key(p)]]
 
 
+def known_aliases(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model that is not megacompiled yet with aliases in Python. Other users of
+    their memory are autograd graphs, which need no warning."""
+    shared = with_aliases(model.parameters())
+    keys = {compat.storage_key(param) for param in shared}
+    skipped = set(map(id, model.parameters()))
+    for module in model.modules():  # torch.nn.utils.spectral_norm computes these in each forward
+        for name, _ in module.named_parameters(recurse=False):
+            skipped.add(id(vars(module).get(name.removesuffix("_orig"))))
+    found = {
+        compat.storage_key(value)
+        for value in (gc.get_objects() if keys else ())
+        if type(value) in _PLAIN and id(value) not in skipped
+        if value.layout is torch.strided and not value.is_meta and not compat.is_of_transform(value)
+    }
+    return [param for param in shared if compat.storage_key(param) in found]
+
+
+def are_parts(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that are parts of a larger tensor in use, such as a flat buffer. A replacement
+    of a parameter's own size (`p.data = backup`) is none: loops that set it in each step (SAM,
+    LocalSGD) no longer use that tensor."""
+    found = [param for param in params if _has_memory(param)]
+    sizes = [param.numel() * param.dtype.itemsize for param in found]
+    parts = zip(found, sizes, strict=True)
+    return with_aliases(p for p, size in parts if p.untyped_storage().nbytes() > size)
+
+
 def _has_memory(param: nn.Parameter) -> bool:
     return not param.is_meta and not is_wrapper(param) and not compat.is_sharded(param)
-
-
-def _is_part(param: nn.Parameter) -> bool:
-    needed_bytes = param.numel() * param.dtype.itemsize
-    return _has_memory(param) and param.untyped_storage().nbytes() > needed_bytes
-
-
-def _computed(model: nn.Module) -> Iterator[int]:
-    """Ids of the attributes that `torch.nn.utils.spectral_norm` computes in each forward."""
-    for module in model.modules():
-        for name, _ in module.named_parameters(recurse=False):
-            yield id(vars(module).get(name.removesuffix("_orig")))
-
-
-def _others(params: Iterable[nn.Parameter], known: set[int]) -> dict[int, list[torch.Tensor]]:
-    """Live Python tensors in the memory of parameters, by storage key.
-
-    Args:
-        known: ids of tensors to skip.
-    """
-    keys = {compat.storage_key(param) for param in params}
-    found: dict[int, list[torch.Tensor]] = {}
-    for value in gc.get_objects():
-        if type(value) in _PLAIN and id(value) not in known and _has_storage(value):
-            key = compat.storage_key(value)
-            if key in keys:
-                found.setdefault(key, []).append(value)
-    return found
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    strided = tensor.layout is torch.strided and not tensor.is_meta
-    return strided and not compat.is_of_transform(tensor)
-
-
-def _where(model: nn.Module, tensors: Iterable[torch.Tensor]) -> str:
-    """The locations of the aliases, as far as known."""
-    ids = set(map(id, tensors))
-    for path, module in model.named_modules():
-        for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
-            if id(value) in ids:
-                return ".".join(filter(None, (type(model).__name__, path, name)))
-    return (
-        "an earlier state_dict() or view; a flat buffer; the argument of "
-        "load_state_dict(assign=True)"
-    )

@@ -1,14 +1,9 @@
 """Temporary changes of a call, undone on every exit, even if a signal handler raises.
 
-Python runs signal handlers between bytecodes: Ctrl-C may arrive right after a change, and inside
-the `finally` that undoes it. So nothing may depend on the progress of a call:
-
-    undos.append(undo)   before the change; `undo` may run without a change, and twice change()
-    ...
-    finally: run them    in two nested `finally` blocks: after an interrupt in the first, the second
-                         runs
-
-An operation that must not be interrupted is one C call, inside which no signal handler runs.
+Ctrl-C may arrive between any two bytecodes: right after a change, or inside the `finally` that
+undoes it. So an undo is appended to the list before its change; it may run without the change, and
+twice; and two nested `finally` blocks run the list. An operation that must not be interrupted is
+one C call, inside which no signal handler runs.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Background work on a bucket, and the torn state after a failure.
+"""Background work on a bucket, such as the copy of its first values, and what an update left.
 
-A failed update leaves parameters and states half updated, and a checkpoint of them would look
-valid. So every use of the bucket raises until all values of the update have been overwritten and
-the optimizers' states replaced. The guards of its tensors stay, and permit only complete overwrites
-(`pending.MemoryGuard`).
+A new bucket maps its memory without physical pages, and the parameters are views of it. A thread
+touches, page-locks and fills it while the model is captured (`Fill`), which reads no values. Users
+of a parameter wait for its bucket, and the plan for all buckets, because it counts free memory.
+
+[Note: whose turn] The thread does the copy, or a waiter that finds it not started: so no bucket is
+forgotten, wherever Ctrl-C arrives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,32 +23,25 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
-from megacompile.runtime.device.background import Completion
+from megacompile.runtime.device.background import Completion, fulfil
+from megacompile.runtime.device.buffers import trim_heap
 from megacompile.runtime.params.guards import unguarded
 
 
 class InFlight(Completion):
-    """Started work on a bucket's host memory, until its `Pending` sees it complete.
-
-    Args:
-        event: recorded after the copies of new values from the device.
-        future: the thread work that computes or copies new values.
-        weights: the completion of the last write of parameters, if separate.
-        states: the same for states.
-        fresh: new parameters that are also on the device, flat: index -> (numel,).
-    """
+    """Started work on a bucket's host memory, until its `Pending` sees it complete."""
 
     def __init__(
         self,
-        event: torch.cuda.Event | None = None,
-        future: Future[None] | None = None,
+        event: torch.cuda.Event | None = None,  # after the copies of new values from the device
+        future: Future[None] | None = None,  # of a thread that computes or copies new values
         *,
-        weights: Completion | None = None,
-        states: Completion | None = None,
+        weights: Completion | None = None,  # the last write of parameters, if separate
+        states: Completion | None = None,  # the same for states
+        # new parameters that are also on the device, flat: index -> (numel,)
         fresh: dict[int, torch.Tensor] | None = None,
     ) -> None:
-        self.event = event
-        self.future = future
+        super().__init__(event, future)
         self.weights = weights
         self.states = states
         self.fresh: dict[int, torch.Tensor] = {} if fresh is None else fresh
@@ -54,7 +49,6 @@ class InFlight(Completion):
     def then(
         self, *, weights: Completion | None = None, states: Completion | None = None
     ) -> InFlight:
-        """This work, followed by writes of its results to a disk."""
         weights, states = weights or self.weights, states or self.states
         return InFlight(self.event, self.future, weights=weights, states=states, fresh=self.fresh)
 
@@ -62,9 +56,8 @@ class InFlight(Completion):
         """The completion of the last write of a part; None: of all parts."""
         if self.weights is self.states:  # no such write
             return None
-        return (self.weights if part is Part.WEIGHTS else self.states) or Completion(
-            self.event, self.future
-        )
+        own = self.weights if part is Part.WEIGHTS else self.states
+        return own or Completion(self.event, self.future)
 
     def done(self) -> bool:
         """True if all of it has ended, successfully or not."""
@@ -92,16 +85,13 @@ class InFlight(Completion):
             raise errors[0]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Left:
+class Left(NamedTuple):
     """A parameter and its states after an update."""
 
     param: nn.Parameter
     version: int
     home: int  # its address
     states: tuple[tuple[weakref.ref[Optimizer], dict[str, Any]], ...]
-    values: dict[int, tuple[torch.Tensor, int]]  # by id: a state, its version
-    overwritten: set[int] = field(default_factory=set)  # ids of the states overwritten since
 
     @staticmethod
     def of(param: nn.Parameter, optimizers: Iterable[Optimizer]) -> Left:
@@ -109,62 +99,85 @@ class Left:
         with unguarded():
             states = [(weakref.ref(o), o.state[param]) for o in optimizers if o.state.get(param)]
             home = compat.local(param).data_ptr()
-            held = [v for _, s in states for v in s.values() if isinstance(v, torch.Tensor)]
-            values = {id(value): (value, compat.version(value)) for value in held}
-            return Left(param, compat.version(param), home, tuple(states), values)
+            return Left(param, compat.version(param), home, tuple(states))
 
     def restored(self) -> bool:
-        """True if it was overwritten since, and all its states, including the counter, were
-        overwritten or replaced, as by `load_state_dict()`."""
+        """True if it was overwritten since, and its states replaced, as by `load_state_dict()`."""
         with unguarded():
             home = compat.local(self.param).data_ptr()
-            written = (compat.version(self.param), home) != (self.version, self.home)
             owners = [(owner(), state) for owner, state in self.states]
-            return written and all(
-                owner is None
-                or owner.state.get(self.param) is not state
-                or all(self._is_new(name, value) for name, value in state.items())
-                for owner, state in owners
+            return (compat.version(self.param), home) != (self.version, self.home) and all(
+                owner is None or owner.state.get(self.param) is not state for owner, state in owners
             )
 
-    def _is_new(self, name: str, value: object) -> bool:
-        """True if a state's entry differs from those that the update left."""
-        if not isinstance(value, torch.Tensor):
-            return False  # numbers cannot be told apart
-        if id(value) not in self.values or id(value) in self.overwritten:
-            return True
-        return name == "step" and compat.version(value) != self.values[id(value)][1]
-
     def visible(self) -> Iterator[torch.Tensor]:
-        """The user-visible states, without the counter."""
         for _, state in self.states:
             yield from (v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Torn:
-    """The half-updated part of a bucket.
+class Fill(InFlight):
+    """The copy of a bucket's parameters into its memory."""
 
-    Args:
-        why: the failure.
-        left: parameter index -> its state after the failure.
-    """
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],  # the user's
+        values: Sequence[torch.Tensor],  # their views in the bucket
+        settle: Callable[[], None],  # allocates the memory's pages and locks them for `device`
+        device: torch.device,  # that computes
+    ) -> None:
+        self._copied: Future[None] = Future()
+        super().__init__(future=self._copied)
+        self.params = params
+        self.values = values
+        self.settle = settle
+        self.device = device
+        self._claims: list[object] = []  # the first to take it does the copy
+        self._sources = [param.detach() for param in params]  # dropped when everything is copied
+        devices = {s.device for s in self._sources if s.device.type == "cuda"}
+        # work that still computes them
+        self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
 
-    why: str
-    left: dict[int, Left]
+    def wait(self) -> None:
+        """Raise the error of a failed copy; the parameters are then in their old memory."""
+        self.run()
+        super().wait()
 
-    def restored(self) -> bool:
-        """True if all of it has been overwritten."""
-        return all(left.restored() for left in self.left.values())
+    def run(self) -> None:
+        """Copy the values, unless another thread does."""
+        if self._claims:
+            return
+        mine = object()
+        try:
+            self._claims.append(mine)
+            if self._claims[0] is mine:
+                fulfil(self._copied, self._fill)
+        except BaseException as error:  # Ctrl-C, before or after `_fill`
+            if self._claims[:1] == [mine] and not self._copied.done():
+                self._give_back()
+                self._copied.set_exception(error)
+            raise
 
-    def refuse(self) -> None:
-        """
-        Raises:
-            OptimizerError: always.
-        """
-        raise OptimizerError(
-            "parameters and optimizer states are half updated, so they cannot be used or saved: "
-            "load a checkpoint into the model and the optimizer (load_state_dict() of both), "
-            "within megacompile.restoring(model) if the loader reads them first "
-            f"(torch.distributed.checkpoint). What failed: {self.why}"
-        )
+    @torch.no_grad()
+    def _fill(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            try:
+                self.settle()
+                for event in self._computed:
+                    event.synchronize()
+                for value, source in zip(self.values, self._sources, strict=True):
+                    value.copy_(source)
+            except BaseException:
+                self._give_back()
+                raise
+        on_host = any(source.device.type == "cpu" for source in self._sources)
+        self._sources.clear()
+        if on_host:
+            trim_heap()
+
+    def _give_back(self) -> None:
+        """Undo a failed copy: unless all is copied, the parameters get their old memory."""
+        with unguarded():
+            for param, source in zip(self.params, self._sources, strict=False):
+                param.data = source
+        self._sources.clear()

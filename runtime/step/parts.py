@@ -6,8 +6,9 @@ states into it.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,34 +16,39 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.values import left_on_host
 from megacompile.options import Lowering, Options
-from megacompile.progress import line
+from megacompile.runtime.device.buffers import Wanted
+from megacompile.runtime.device.saved import stored_bytes
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.rule import Group, OptimizerRule
+from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.twin import seed_of
-from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
-from megacompile.runtime.params.guards import GuardState, guard_of, is_shared
+from megacompile.runtime.params.gradient_guards import lazy_of
+from megacompile.runtime.params.guards import GuardState, any_shared, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
     for_update,
-    make_buffers,
     names_like,
     new_counter,
     visible,
     visible_on_disk,
 )
+from megacompile.runtime.params.state_memory import StateDtype
 from megacompile.runtime.step import hooks
+from megacompile.runtime.updates.compiled import compiled, kind_of
 from megacompile.runtime.updates.on_device import UpdateOffer
 from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
 
 
 class StepParts:
-    """Builds the parts of one model's steps."""
+    """Builds the parts of one model's steps, and prepares for the first ones."""
 
     def __init__(self, machine: Machine, options: Options) -> None:
         self.machine = machine
@@ -50,202 +56,189 @@ class StepParts:
         self.cuda = machine.device.type == "cuda"
         self.helps = self.cuda and options.device_helps  # the device helps with host updates
         self.backends: dict[str, str] = {}  # by bucket name, from the last step
+        self.prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
+        self._compiled = False
+        self._allocated: set[int] = set()  # bucket keys
 
     def part(
         self,
         optimizer: Optimizer,
         bucket: HostBucket,
         trained: list[Trained],
-        options: dict[int, dict[str, Any]],
+        # of the groups seen so far in the step, for torch.optim's own step, by group id
+        options: dict[int, tuple[dict[str, Any], bool]],
     ) -> BucketUpdate:
-        """The part of a step for some parameters of a bucket.
-
-        Args:
-            options: the options of the groups seen so far in the step, as torch.optim's own step
-                needs them, by group id.
-        """
-        with self._waits(optimizer, bucket, trained):
-            update = self._update(optimizer, bucket, trained, options)
+        """The part of a step for some parameters of a bucket."""
+        backend, place = self._backend(optimizer, bucket, trained)
+        kind, indices = type(optimizer), [each.at for each in trained]
+        update = BucketUpdate(bucket, backend, place, kind, self.machine.device, indices)
+        self._find_steps(update, optimizer, trained)
+        if not backend.by_rule:
+            for step, each in zip(update.steps, trained, strict=True):
+                key = id(each.group)
+                if key not in options:
+                    options[key] = _options(each.group)
+                step.group, has_tensors = options[key]
+                if has_tensors and backend is UpdateBackend.STOCK:
+                    update.aliased = True  # see the float64 comment in for_update
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, UpdateOffer)
         # updates of residents precede all later work on the stream
-        if update.place is UpdatePlace.HOST:
+        if place is UpdatePlace.HOST:
             self._look_at(update, trained)
         update.first = update.first_steps()
         if update.first:
-            self._make_first(optimizer, bucket, trained, update.first)
+            self._make_first(optimizer, update, trained)
         if offer is not None:
-            by_rule = update.place is UpdatePlace.HOST and update.backend.by_rule
+            by_rule = place is UpdatePlace.HOST and backend.by_rule
             if by_rule and not update.aliased and offer.fits(update.steps):
                 update.place, update.left = UpdatePlace.DEVICE, offer
             else:
                 offer.drop()
         return update
 
+    def _find_steps(
+        self, update: BucketUpdate, optimizer: Optimizer, trained: Sequence[Trained]
+    ) -> None:
+        bucket, found = update.bucket, list[tuple[torch.Tensor, float]]()
+        guards = [(each, lazy_of(each.param.grad)) for each in trained]
+        for each, who in guards:
+            gradient = each.param.grad
+            assert gradient is not None
+            if who is not None:
+                who.check(gradient)
+            ours, theirs = bucket.grads.get(each.at), compat.local(gradient)
+            if ours is None or ours.data_ptr() != theirs.data_ptr():
+                ours = theirs.detach()
+            found.append((ours, 1.0 if who is None else who.scale))
+        pin = update.backend is UpdateBackend.STOCK_ON_DEVICE or (
+            self.machine.in_backward is not None
+            or bucket.layout.key in self.machine.device_update.keys
+        )
+        rule = rule_of(optimizer) if update.backend.by_rule else None
+        update.steps = self._steps(optimizer, bucket, trained, found, rule, pin=pin)
+        for step, (each, who) in zip(update.steps, guards, strict=True):
+            gradient = each.param.grad
+            if who is None or gradient is None:
+                continue
+            if who.state is GuardState.FOLDED:
+                if update.place is not UpdatePlace.RESIDENT:
+                    who.open(gradient)
+                step.factor = who.factor
+            foreign = step.grad is not bucket.grads.get(each.at)
+            step.intact = not foreign and who.version == compat.version(gradient)
+
     def _make_first(
-        self,
-        optimizer: Optimizer,
-        bucket: HostBucket,
-        trained: Iterable[Trained],
-        first: Iterable[ParamUpdate],
+        self, optimizer: Optimizer, update: BucketUpdate, trained: Iterable[Trained]
     ) -> None:
         """Allocate host memory for the states of an optimizer's own first step, if its rule knows
         them: if memory is short, nothing has changed yet."""
-        rule, new = rule_of(optimizer), {step.index for step in first}
+        rule, new = rule_of(optimizer), {step.index for step in update.first}
+        bucket = update.bucket
         if rule is None or bucket.disk is not None:
             return
-        of_new = [each for each in trained if each.at in new]
-        for name in {name: None for each in of_new for name in rule.state_names(each.group)}:
-            dtypes = {e.at: e.param.dtype for e in of_new if name in rule.state_names(e.group)}
+        named: dict[str, dict[int, StateDtype]] = {}
+        for each in trained:
+            for name in rule.state_names(each.group) if each.at in new else ():
+                named.setdefault(name, {})[each.at] = each.param.dtype
+        for name, dtypes in named.items():
             bucket.states.make(optimizer, name, dtypes, pin=self.cuda)
 
     @staticmethod
     def _look_at(update: BucketUpdate, trained: Iterable[Trained]) -> None:
         """Record the tensors to guard during an update, and aliases of its memory."""
-        bucket = update.bucket
+        bucket, gradients = update.bucket, list[torch.Tensor]()
         for each in trained:
-            mine = visible(each.state)
-            update.states += mine
-            update.visible += mine
+            update.states += visible(each.state)
             gradient = each.param.grad
             assert gradient is not None
-            if guard_of(gradient) is None:
-                update.visible.append(gradient)
-            # a gradient's two references: the bucket's and p.grad (for a user's gradient, the
-            # step's)
-            parts = map(compat.local, (*mine, gradient))
-            if bucket.aliased(each.at) or any(map(is_shared, parts)):
-                update.aliased = True
+            gradients.append(gradient)
+        update.visible = update.states + [each for each in gradients if guard_of(each) is None]
+        # a gradient's two references: the bucket's and p.grad (for a user's gradient, the step's)
+        tensors = update.states + gradients
         if bucket.disk is not None and (written := visible_on_disk(bucket)):
             known = {id(state) for state in update.states}
             others = [state for state in written if id(state) not in known]
             update.visible += others
-            update.aliased = update.aliased or any(map(is_shared, map(compat.local, others)))
-        if update.backend is UpdateBackend.STOCK and any(
-            map(_has_tensors, {id(step.group): step.group for step in update.steps}.values())
-        ):
-            update.aliased = True  # see the float64 comment in for_update
-
-    def _update(
-        self,
-        optimizer: Optimizer,
-        bucket: HostBucket,
-        trained: Sequence[Trained],
-        options: dict[int, dict[str, Any]],
-    ) -> BucketUpdate:
-        backend, place = self._backend(optimizer, bucket, trained)
-        pin = backend is UpdateBackend.STOCK_ON_DEVICE or self.machine.in_backward is not None
-        pin = pin or bucket.layout.key in self.machine.device_update.keys
-        rule = rule_of(optimizer) if backend.by_rule else None
-        groups = None if rule is None else Groups(rule)
-        states = [_states_of(each, groups) for each in trained]
-        self._make_buffers(optimizer, bucket, trained, states, groups, pin=pin and self.cuda)
-        kind, indices = type(optimizer), [each.at for each in trained]
-        update = BucketUpdate(bucket, backend, place, kind, self.machine.device, indices)
-        for each, names in zip(trained, states, strict=True):
-            gradient = each.param.grad
-            assert gradient is not None
-            who = lazy_of(gradient)
-            if who is not None:
-                who.check(gradient)
-            ours, theirs = bucket.grads.get(each.at), compat.local(gradient)
-            foreign = ours is None or ours.data_ptr() != theirs.data_ptr()
-            taken = theirs.detach() if foreign or ours is None else ours
-            scale = 1.0 if who is None else who.scale
-            step = self._step(optimizer, bucket, each, names, taken, scale, groups)
-            if groups is None:
-                step.group = _options(each.group, options)
-            if who is not None:
-                step.factor = _factor(who, gradient, place)
-                step.intact = not foreign and who.version == compat.version(gradient)
-            update.steps.append(step)
-        return update
+            tensors += others
+        if any(map(bucket.aliased, update.indices)) or any_shared(tensors):
+            update.aliased = True
 
     @property
     def compiles(self) -> bool:
-        """True if host updates are compiled to C++."""
         return self.options.lowering is not Lowering.EAGER and compat.has_cpp_compiler()
 
     def _backend(
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
     ) -> tuple[UpdateBackend, UpdatePlace]:
         if rule_of(optimizer) is None:
-            return (
-                UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK,
-                UpdatePlace.HOST,
-            )
+            backend = UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK
+            return backend, UpdatePlace.HOST
         if bucket.resident is not None:
             return UpdateBackend.KERNEL, UpdatePlace.RESIDENT
         if self.compiles:
             return UpdateBackend.COMPILED, UpdatePlace.HOST
-        plain = all(self.is_plain(each.param) for each in trained)
+        plain = self.are_plain(trained)
         return UpdateBackend.STOCK if plain else UpdateBackend.TORCH, UpdatePlace.HOST
 
-    def state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
+    def state_dtype(self, param: torch.Tensor) -> StateDtype:
         """The dtype of a parameter's states, or "int8"."""
-        wanted = self.options.state_dtype
-        if wanted is None:
-            return param.dtype
-        if wanted == "int8" and not quantizes(param.numel()):
-            return torch.float32
-        return wanted
+        wanted = self.options.state_dtype or param.dtype
+        return torch.float32 if wanted == "int8" and not quantizes(param.numel()) else wanted
 
-    def _make_buffers(
+    def _steps(
         self,
         optimizer: Optimizer,
         bucket: HostBucket,
-        trained: Iterable[Trained],
-        states: Iterable[Sequence[str]],
-        groups: Groups | None,
+        trained: Sequence[Trained],
+        gradients: Iterable[tuple[torch.Tensor, float]],  # each with the factor not applied yet
+        rule: OptimizerRule | None,  # updates them; None: torch.optim's own step does
         *,
-        pin: bool,
-    ) -> None:
-        wanted: list[tuple[Trained, str, torch.dtype | str]] = []
-        for each, names in zip(trained, states, strict=True):
-            dtype = None if groups is None else self.state_dtype(each.param)
-            wanted += [(each, name, dtype or each.state[name].dtype) for name in names]
-        if make_buffers(optimizer, bucket, wanted, pin=pin):
-            hooks.convert_state_dicts(optimizer)
-
-    def _step(
-        self,
-        optimizer: Optimizer,
-        bucket: HostBucket,
-        trained: Trained,
-        names: Sequence[str],
-        gradient: torch.Tensor,
-        scale: float,
-        groups: Groups | None,
-    ) -> ParamUpdate:
-        """The step of one parameter.
-
-        Args:
-            names: its elementwise states.
-            groups: the groups' scalars for its rule; None: torch.optim's own step updates it.
-        """
-        param, i, group, state = trained
-        rule = None if groups is None else groups.rule
-        first = rule is not None and any(state.get(name) is None for name in names)
-        rounded = rule is not None and self.rounds(param)
-        if rule is not None and (rounded or rule.counts) and "step" not in state:
-            state["step"] = new_counter()  # even without `counts`, because the seeds need it
-        adopt(optimizer, bucket, i, state, names)
-        step = ParamUpdate(
-            index=i,
-            grad=gradient,
-            scale=scale,
-            group={},
-            states=for_update(optimizer, bucket, i, state, names if rule else None),
-        )
-        if groups is not None:
+        pin: bool,  # page-lock new states, on CUDA
+    ) -> list[ParamUpdate]:
+        """The steps of parameters, whose states move to the bucket."""
+        groups = {id(each.group): each.group for each in trained} if rule else {}
+        of_group = {key: rule.state_names(group) for key, group in groups.items()} if rule else {}
+        names, wanted = list[Sequence[str]](), dict[str, dict[int, StateDtype]]()
+        for each in trained:
+            if rule is None:
+                names.append(names_like(each.param, each.state))
+                for name in names[-1]:
+                    wanted.setdefault(name, {})[each.at] = each.state[name].dtype
+            else:
+                names.append(of_group[id(each.group)])
+                dtype = self.state_dtype(each.param)
+                for name in names[-1]:
+                    wanted.setdefault(name, {})[each.at] = dtype
+        for name, dtypes in wanted.items():
+            bucket.states.make(optimizer, name, dtypes, pin=pin and self.cuda)
+            if "int8" in dtypes.values():
+                hooks.convert_state_dicts(optimizer)
+        steps = []
+        buffers = bucket.states.of(optimizer)
+        hypers: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
+        for each, own, (gradient, scale) in zip(trained, names, gradients, strict=True):
+            i, state, group = each.at, each.state, each.group
+            first = rule is not None and any(state.get(name) is None for name in own)
+            rounded = rule is not None and self.rounds(each.param)
+            if rule is not None and (rounded or rule.counts) and "step" not in state:
+                state["step"] = new_counter()  # even without `counts`: the seeds need it
+            adopt(optimizer, bucket, i, state, own)
+            states = for_update(buffers, i, state, own if rule else None)
+            step = ParamUpdate(index=i, grad=gradient, scale=scale, group={}, states=states)
+            steps.append(step)
+            if rule is None:
+                continue
             count = float(state.get("step", 0)) + 1
-            step.rule = rule
-            step.hyper = groups.hyper(group, count, first=first, scale=scale)
+            key = (id(group), count, first, scale)
+            if key not in hypers:
+                hypers[key] = rule.hyper(group, step=count, first=first, scale=scale)
+            step.rule, step.hyper = rule, hypers[key]
             if rounded:
                 ranks, place = self.machine.ranks, (bucket.layout.key << 20) + i
                 shard = 0 if ranks is None else ranks.rank
                 step.seed = seed_of(self.machine.seed(), place, int(count), shard)
-        return step
+        return steps
 
     def in_backward(
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
@@ -257,89 +250,123 @@ class StepParts:
         by_param = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         params = [(bucket.params[i], i) for i in indices]
         trained = [Trained(p, i, by_param[id(p)], optimizer.state[p]) for p, i in params]
-        groups, none = Groups(rule), torch.empty(0)
-        states = [groups.names(each.group) for each in trained]
-        with self._waits(optimizer, bucket, trained):
-            self._make_buffers(optimizer, bucket, trained, states, groups, pin=self.cuda)
-            steps = [
-                self._step(optimizer, bucket, each, names, none, 1.0, groups)
-                for each, names in zip(trained, states, strict=True)
-            ]
+        gradients = [(torch.empty(0), 1.0)] * len(trained)
+        steps = self._steps(optimizer, bucket, trained, gradients, rule, pin=True)
         return {step.index: step for step in steps}
 
-    def _waits(
-        self, optimizer: Optimizer, bucket: HostBucket, trained: Iterable[Trained]
-    ) -> AbstractContextManager[None]:
-        """Log that loaded states, or states of a moved bucket, move."""
-        if optimizer in bucket.states.owners() or not any(each.state for each in trained):
-            return nullcontext()
-        where = "host" if bucket.disk is None else "disk"
-        where = where if bucket.resident is None else "device"
-        return line(f"moving optimizer states to the {where}", self.options.progress)
-
-    def is_plain(self, param: nn.Parameter) -> bool:
-        """True if a parameter, its gradient and its states have one dtype, as in torch.optim."""
-        assert param.grad is not None
-        return not self.rounds(param) and param.grad.dtype == param.dtype == self.state_dtype(param)
+    def are_plain(self, trained: Iterable[Trained]) -> bool:
+        """True if parameters, their gradients and states have one dtype, as in torch.optim."""
+        options = self.options
+        own = options.state_dtype is not None or options.stochastic_rounding
+        for param, *_ in trained:
+            if param.grad is None or param.grad.dtype != param.dtype:
+                return False
+            if own and (self.rounds(param) or self.state_dtype(param) != param.dtype):
+                return False
+        return True
 
     def rounds(self, param: nn.Parameter) -> bool:
-        """True if a parameter is rounded stochastically."""
         return self.options.stochastic_rounding and param.dtype == torch.bfloat16
 
+    # Code and memory of the first steps, prepared in the background.
 
-def _states_of(trained: Trained, groups: Groups | None) -> Sequence[str]:
-    """The elementwise states of a parameter: of its rule, or those that it has."""
-    if groups is None:
-        return names_like(trained.param, trained.state)
-    return groups.names(trained.group)
+    def precompile(self, resident: frozenset[int]) -> None:
+        """Start compiling the code of host updates, before the first backward, but for the future
+        resident buckets, by key. Assumes AdamW until an optimizer exists."""
+        if self._compiled or not self.compiles or self.machine.in_backward is not None:
+            return
+        self._compiled = True
+        optimizers = self._optimizers()
+        found = [(rule_of(each), each.param_groups) for each in optimizers]
+        if not optimizers:
+            buckets = self.machine.buckets.values()
+            trained = [p for bucket in buckets for p in bucket.params if p.requires_grad]
+            found = [(ADAM, [{**USUAL, "params": trained}])]
+        kinds: dict[object, tuple[OptimizerRule, Update]] = {}
+        for rule, groups in found:
+            for group in groups if rule is not None else ():
+                if rule is None or not all(o.fits(group.get(o.name)) for o in rule.options):
+                    continue  # the step will refuse it
+                for param in group["params"]:
+                    place = self.machine.gradients.place(param)
+                    if place is not None and place[0] not in resident and param.numel() > 1:
+                        update = self._like(rule, group, param, *place)
+                        kinds[rule, kind_of(update)] = rule, update
+        for rule, update in kinds.values():
+            compiled(rule).expect(update)
+
+    def _like(
+        self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int
+    ) -> Update:
+        """An empty update like that of a parameter."""
+        bucket, dtype = self.machine.buckets[key], self.state_dtype(param)
+        empty = functools.partial(torch.empty, 0)
+        codes = (empty(dtype=torch.uint8), empty(dtype=torch.float32))
+        state = empty(dtype=dtype) if isinstance(dtype, torch.dtype) else codes
+        names = rule.state_names(group)
+        return Update(
+            param=empty(dtype=param.dtype),
+            grad=empty(dtype=bucket.grad_dtype or param.dtype),
+            states=tuple(state if m.name in names else None for m in rule.moments),
+            hyper=rule.hyper(group),
+            copy=empty(dtype=bucket.streamed[index].dtype) if bucket.has_copy else None,
+            seed=0 if self.rounds(param) else None,
+        )
+
+    def preallocate(self, schedule: Schedule) -> None:
+        """Start allocating page-locked memory for the first step of a planned schedule, once the
+        buckets are in place: for offloaded saved tensors, gradients, and the states of the existing
+        optimizers."""
+        wanted = self.machine.activations.wanted(map(stored_bytes, left_on_host(schedule)))
+        keys = [b.key for b in schedule.buckets if b.key not in self._allocated]
+        self._allocated.update(keys)
+        buckets = [self.machine.buckets[key] for key in keys]
+        buckets = [bucket for bucket in buckets if bucket.pin and bucket.resident is None]
+        if self.machine.in_backward is None:
+            sizes = [b.bytes_like(b.grad_dtypes()) for b in reversed(buckets) if not b.grads]
+            wanted += [Wanted(size_bytes, pin=True) for size_bytes in sizes if size_bytes]
+            optimizers = self._optimizers() if buckets else []
+        else:
+            optimizers = [self.machine.in_backward.optimizer]
+        for optimizer in optimizers:
+            if optimizer not in self.prepared:
+                wanted += self._of_states(optimizer, buckets, schedule)
+        if wanted:
+            self.machine.host_budget.preallocate(
+                wanted, "saved tensors, gradients and optimizer states", self.machine.device
+            )
+
+    def _optimizers(self) -> list[Optimizer]:
+        return hooks.constructed(lambda param: self.machine.gradients.place(param) is not None)
+
+    def _of_states(
+        self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
+    ) -> list[Wanted]:
+        """The state memory that an optimizer's first step after a schedule will allocate, bucket by
+        bucket."""
+        rule, in_backward = rule_of(optimizer), self.machine.in_backward is not None
+        if rule is None or not (self.compiles or in_backward):
+            return []
+        by_key: dict[int, dict[str, dict[int, StateDtype]]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                key, i = self.machine.gradients.place(param) or (-1, -1)
+                if i in schedule.gradient_params.get(key, ()) and not optimizer.state.get(param):
+                    named = by_key.setdefault(key, {})
+                    for name in rule.state_names(group):
+                        named.setdefault(name, {})[i] = self.state_dtype(param)
+        wanted = []
+        for bucket in buckets:
+            key = bucket.layout.key
+            pin = self.cuda and (in_backward or key in schedule.plan.device_update)
+            for dtypes in by_key.get(key, {}).values() if bucket.disk is None else ():
+                sizes = bucket.states.sizes(dtypes)
+                wanted += [Wanted(size_bytes, pin, lock=self.helps) for size_bytes in sizes]
+        return wanted
 
 
-def _factor(who: GradientGuard, gradient: torch.Tensor, place: UpdatePlace) -> torch.Tensor | None:
-    """The factor that an update applies to a gradient; applies it here if the update cannot."""
-    if who.state is not GuardState.FOLDED:
-        return None
-    if place is not UpdatePlace.RESIDENT:
-        who.open(gradient)
-    return who.factor
-
-
-def _has_tensors(options: dict[str, Any]) -> bool:
-    """True if an option is a tensor, such as the lr."""
-    return any(issubclass(kind, torch.Tensor) for kind in set(map(type, options.values())))
-
-
-def _options(group: dict[str, Any], known: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """A group's options when its first step is prepared."""
-    if id(group) not in known:
-        known[id(group)] = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-    return known[id(group)]
-
-
-# The scalars of parameter groups for a rule-based step: computed once per group, not per parameter.
-
-
-class Groups:
-    """The parameter groups of an optimizer; their options must not change meanwhile."""
-
-    def __init__(self, rule: OptimizerRule) -> None:
-        self.rule = rule
-        self._names: dict[int, tuple[str, ...]] = {}
-        self._hyper: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        """The moments of a parameter in a group."""
-        if id(group) not in self._names:
-            self._names[id(group)] = self.rule.state_names(group)
-        return self._names[id(group)]
-
-    def hyper(self, group: Group, step: float, *, first: bool, scale: float) -> tuple[float, ...]:
-        """The numbers of a step (see `OptimizerRule.hyper`)."""
-        key = (id(group), step, first, scale)
-        if key not in self._hyper:
-            made = self.rule.hyper(group, step=step, first=first, scale=scale)
-            self._hyper[key] = made
-        return self._hyper[key]
+def _options(group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A copy of a group's options; True if one is a tensor, such as the lr."""
+    found = {name: value for name, value in group.items() if name != "params"}
+    tensors = {name: v.clone() for name, v in found.items() if isinstance(v, torch.Tensor)}
+    return found | tensors, bool(tensors)

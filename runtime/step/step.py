@@ -1,16 +1,12 @@
 """`optimizer.step()` of a stock optimizer over streamed parameters.
 
 Hooks on the optimizer (see `hooks`) update the streamed parameters beside its own step, with its
-own `param_groups` and `state`. `Updates.prepare_step` determines the work, bucket by bucket, and
-refuses impossible updates; only `Updates.start` changes parameters and states (except that updates
-already made by a backward are counted during preparation). It runs the update graphs of the
-schedules whose backwards ran (`schedule.update`), each for the buckets that take part in the step,
-and returns at once: threads update bucket after bucket, roughly in the order in which the next
-forward reads them, and a prefetch waits only for its bucket. An early reader of a parameter, a
-gradient or a state waits for its bucket (see `guards`).
-
-Updates outside of those schedules (the first step of a bucket that the device will update later, a
-gradient set by the user) run in a separate graph, `rest`.
+own `param_groups` and `state`. `Updates.prepare_step` refuses impossible updates; only
+`Updates.start` changes parameters and states. It runs the update graphs of the schedules whose
+backwards ran, each for the buckets that take part, and returns at once: threads update bucket after
+bucket, roughly as the next forward reads them. A prefetch, or an early reader of a parameter,
+gradient or state (see `guards`), waits for its bucket. Other updates (the first step of a bucket
+that the device will update, a gradient set by the user) run in a graph of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +30,8 @@ from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.params.gradient_guards import is_unsummed, refuse_unsummed
+from megacompile.runtime.params.gradient_guards import is_unsummed
+from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
     Trained,
@@ -48,7 +46,6 @@ from megacompile.runtime.params.optimizer_states import (
 )
 from megacompile.runtime.params.work import Left
 from megacompile.runtime.step import hooks
-from megacompile.runtime.step.ahead import Ahead
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.hooks import PreparedStep
 from megacompile.runtime.step.parts import StepParts
@@ -58,24 +55,20 @@ from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 
 _RESTS = 16  # graphs for updates outside of schedules; the oldest are dropped
 
-
 _ByKey = dict[int, BucketUpdate]  # parts by bucket key
 _Ours = tuple[nn.Parameter, ParamId, dict[str, Any]]  # a parameter, its place, its group
 
 
 class Updates:
-    """The optimizer steps of one model's parameters.
-
-    Args:
-        rest: builds a schedule that only updates some buckets, at their current placement.
-        before_step: called at the start of an optimizer's step. It may move buckets.
-    """
+    """The optimizer steps of one model's parameters."""
 
     def __init__(
         self,
         machine: Machine,
         options: Options,
+        # builds a schedule that only updates some buckets, at their current placement
         rest: Callable[[Sequence[Bucket]], Schedule],
+        # called at the start of an optimizer's step. It may move buckets
         before_step: Callable[[], None],
     ) -> None:
         self.machine = machine
@@ -85,21 +78,13 @@ class Updates:
         self._before_step = before_step
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._rehearsed: set[object] = set()
-        self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # have stepped
-        self.ahead = Ahead(machine, self.parts, self._prepared)
         self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
         hooks.tell(self)
         if options.state_dtype is not None:
-            reference = weakref.ref(self)
-
-            def ours(param: torch.Tensor) -> bool:
-                updates = reference()
-                return updates is not None and updates.owns(param)
-
-            compat.keep_state_dtypes(ours)
+            owns = weakref.WeakMethod(self.owns)
+            compat.keep_state_dtypes(lambda param: (mine := owns()) is not None and mine(param))
 
     def owns(self, param: torch.Tensor) -> bool:
-        """True for a parameter of this model."""
         return self.machine.gradients.place(param) is not None
 
     def settle(self) -> None:
@@ -117,25 +102,26 @@ class Updates:
         for bucket in self.machine.buckets.values():
             bucket.pending.check()
 
-    # A step: preparation.
-
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
         """Prepare the update of streamed parameters; None if torch.optim's own step updates all."""
-        place = self.machine.gradients.place
+        places = self.machine.gradients.places
         ours = [
             (param, at, group)
             for group in optimizer.param_groups
             for param in group["params"]
-            if (at := place(param)) is not None
+            if (at := places.get(id(param))) is not None
         ]
-        self._refuse_unsummed(optimizer, ours)
+        where = f"{type(optimizer).__name__}.step()"
+        for param, *_ in ours if self.machine.ranks is not None else ():
+            if is_unsummed(param.grad):
+                opened(param.grad)  # raises, equally in all ranks
         if ours:
             self.check()
             self._before_step()  # it may move buckets, and their gradients
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is not optimizer:
-            updates.refuse(optimizer, place, self.machine.buckets)
-        alike = self._prepare_alike(optimizer)
+            updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
+        alike = self._prepare_alike(where, optimizer)
         if alike is not None:
             return alike
         found = self._to_update(optimizer, ours)
@@ -145,82 +131,59 @@ class Updates:
         keys = [key for key in self.machine.order if key in found]  # as the forward reads them
         keys += sorted(found.keys() - set(keys))
         trained = [each for key in keys for each in found[key]]
-        ignored = ignored_options(optimizer, self.options)
-        if ignored and not wraps_another(optimizer):
+        if (ignored := ignored_options(optimizer, self.options)) and not wraps_another(optimizer):
             self._say(ignored)
-        where = f"{type(optimizer).__name__}.step()"
         check_shared(where, optimizer, [each.param for each in trained])
-        why = unsupported_reason(optimizer, trained)
-        if why:
+        if why := unsupported_reason(optimizer, trained):
             if not wraps_another(optimizer):
-                name = type(optimizer).__name__
-                self._say(f"{name} runs unchanged on the host, which is slower: {why}")
+                kind = type(optimizer).__name__
+                self._say(f"{kind} runs unchanged on the host, which is slower: {why}")
             return None
         check(where, optimizer, self.machine.buckets, found)
-        if optimizer in self._prepared:  # a second step has all its memory and code
+        if optimizer in self.parts.prepared:  # a second step has all its memory and code
             self.machine.host_budget.drop_preallocated()
-        self._prepared.add(optimizer)
-        prepared = PreparedStep(optimizer)
+        self.parts.prepared.add(optimizer)
+        parts: list[BucketUpdate] = []
+        # in the first step
+        shown = nullcontext if self.parts.backends else partial(line, show=self.options.progress)
         try:
             ready: dict[object, bool] = {}
-            options: dict[int, dict[str, Any]] = {}
+            options: dict[int, tuple[dict[str, Any], bool]] = {}
             for key in keys:
                 bucket = self.machine.buckets[key]
-                part = self.parts.part(optimizer, bucket, found[key], options)
-                prepared.parts.append(part)
-                with (
-                    nullcontext()
-                    if self.parts.backends
-                    else line("preparing the update", self._shows)
-                ):
+                with shown("preparing the update"):
+                    part = self.parts.part(optimizer, bucket, found[key], options)
+                    parts.append(part)
                     part.prepare(ready)
                 rehearse(where, optimizer, part, self._rehearsed)
                 if self.parts.helps and part.suits_chunks():
                     part.on_device = True
                     bucket.states.lock(optimizer)
         except BaseException:
-            prepared.drop()
+            for part in parts:
+                part.drop()
             raise
-        prepared.params = [each.param for each in trained]
-        prepared.gradients = [param.grad for param in prepared.params]
-        prepared.states = [each.state for each in trained]
-        if {part.place for part in prepared.parts} == {UpdatePlace.RESIDENT}:
-            alike_next = Alike.of(optimizer, prepared.parts, trained)
+        if {part.place for part in parts} == {UpdatePlace.RESIDENT}:
+            alike_next = Alike.of(optimizer, parts, trained)
             if alike_next is not None:
                 self._alike[optimizer] = alike_next
-        return prepared
+        params, states = [each.param for each in trained], [each.state for each in trained]
+        return PreparedStep(optimizer, parts, params, [p.grad for p in params], states)
 
-    def _prepare_alike(self, optimizer: Optimizer) -> PreparedStep | None:
-        """The prepared step, if it repeats the previous one."""
+    def _prepare_alike(self, where: str, optimizer: Optimizer) -> PreparedStep | None:
         before = self._alike.pop(optimizer, None)
         if before is None or self.machine.in_backward is not None:
             return None
         self.settle()
-        where = f"{type(optimizer).__name__}.step()"
-        step = before.again(where, optimizer, self.machine.buckets)
-        if step is None:
-            return None
-        self._alike[optimizer] = before
-        return PreparedStep(
-            optimizer, step.parts(), step.params, step.gradients, counters=step.counters
-        )
-
-    def _refuse_unsummed(self, optimizer: Optimizer, ours: Iterable[_Ours]) -> None:
-        """Raise, equally in all ranks, if a gradient is not summed over replicas yet."""
-        ranks = self.machine.ranks
-        if ranks is None or ranks.replicas == 1:
-            return
-        for param, (key, i), _ in ours:
-            if is_unsummed(param.grad):
-                name = self.machine.buckets[key].layout.params[i].name
-                refuse_unsummed(f"{type(optimizer).__name__}.step()", name, ranks.replicas)
+        prepared = before.again(where, optimizer, self.machine.buckets)
+        if prepared is not None:
+            self._alike[optimizer] = before
+        return prepared
 
     def _to_update(self, optimizer: Optimizer, ours: Iterable[_Ours]) -> dict[int, list[Trained]]:
-        """The parameters that this step updates, by bucket key.
-
-        Parameters that the backward has updated are counted here and lose their gradient. Their
-        states are copies of the dicts in `optimizer.state`, which stay unchanged.
-        """
+        """The parameters that this step updates, by bucket key. Their states are copies of the
+        dicts in `optimizer.state`, which stay unchanged. Parameters that the backward has updated
+        are counted here and lose their gradient."""
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is optimizer:
             places = updates.commit()
@@ -238,32 +201,18 @@ class Updates:
                 continue  # it is not in place: the optimizer's own step updates it
             state = dict(optimizer.state.get(param, {}))
             found.setdefault(key, []).append(Trained(param, i, group, state))
-        for key in list(found):
-            resident = self.machine.buckets[key].resident is not None
-            if resident and self._left_to(optimizer, found[key]):
+        for key in [key for key in found if self.machine.buckets[key].resident is not None]:
+            # torch.optim's own step; for the whole bucket, as for a host bucket: both round alike
+            left = rule_of(optimizer) is None or (
+                self.options.lowering is Lowering.EAGER and self.parts.are_plain(found[key])
+            )
+            if left:
                 for each in found.pop(key):
                     move_loaded(optimizer, each.param)
         return found
 
-    def _left_to(self, optimizer: Optimizer, trained: Iterable[Trained]) -> bool:
-        """True if the optimizer's own step updates these parameters of a resident bucket.
-
-        Decided for the whole bucket, as for a host bucket, so that both round alike.
-        """
-        if rule_of(optimizer) is None:
-            return True
-        eager = self.options.lowering is Lowering.EAGER
-        return eager and all(self.parts.is_plain(each.param) for each in trained)
-
-    @property
-    def _shows(self) -> bool | None:
-        """True if a progress line is shown: in the first step."""
-        return False if self.parts.backends else self.options.progress
-
     def _say(self, text: str) -> None:
         notices.warn_once(text, f"megacompile: {text} (shown once)", of=self)
-
-    # A step: execution.
 
     def start(self, step: PreparedStep) -> None:
         """Count a step, and run the prepared update or start it in the background.
@@ -286,9 +235,15 @@ class Updates:
             for part in parts:
                 part.drop()
                 if part.aliased:  # its alias is not guarded while it is in flight
-                    part.bucket.pending.finish()
+                    part.bucket.pending.is_torn()
             if counted and (isinstance(error, Exception) or _is_half_begun(step, versions)):
-                _tear(optimizer, parts, error)
+                why = (
+                    f"{type(optimizer).__name__}.step() failed with {type(error).__name__}: {error}"
+                )
+                for part in parts:
+                    params = part.bucket.params
+                    left = {i: Left.of(params[i], [optimizer]) for i in part.indices}
+                    part.bucket.pending.tear(why, left)
             raise
         finally:
             self.machine.stepped = True
@@ -321,20 +276,11 @@ class Updates:
         hosts = [part.bucket for part in parts]
         key = tuple((host.layout, host.resident is not None) for host in hosts)
         if key not in self._rests:
-            buckets = [replace(host.layout, label=self._label(host, hosts)) for host in hosts]
             if len(self._rests) >= _RESTS:
                 self._rests.pop(next(iter(self._rests)))
+            buckets = [replace(host.layout, label=f"r{host.layout.key}") for host in hosts]
             self._rests[key] = Executor(self._make_rest(buckets), self.machine)
         return self._rests[key]
-
-    def _label(self, host: HostBucket, among: Iterable[HostBucket]) -> str:
-        """A bucket's label from any schedule, if it is unique among these buckets."""
-        labels = self.machine.labels
-        key = host.layout.key
-        others = (labels.get(other.layout.key) for other in among if other is not host)
-        own = f"r{key}"
-        label = labels.get(key, own)
-        return own if label in others else label
 
     def _finish(self, optimizer: Optimizer, parts: Sequence[BucketUpdate]) -> None:
         for part in parts:
@@ -368,28 +314,13 @@ class Updates:
 
 
 def _is_half_begun(step: PreparedStep, versions: Sequence[int]) -> bool:
-    """True if only some buckets' updates have started. The parameters' versions show this, except
-    for a cancelled update.
-
-    Args:
-        versions: the parameters' versions before the step.
-    """
+    """True if only some buckets' updates have started. The parameters' versions (given: before the
+    step) show this, except for a cancelled update."""
     begun = set()
     before = dict(zip(map(id, step.params), versions, strict=True))
     for part in step.parts:
         work = part.bucket.pending.in_flight
-        future = None if work is None else work.future
-        off = future is not None and future.cancelled()
+        off = work is not None and work.future is not None and work.future.cancelled()
         params = [part.bucket.params[i] for i in part.indices]
-        changed = [compat.version(param) != before[id(param)] for param in params]
-        begun.add(any(changed) and not off)
+        begun.add(not off and any(compat.version(p) != before[id(p)] for p in params))
     return len(begun) > 1
-
-
-def _tear(optimizer: Optimizer, parts: Iterable[BucketUpdate], error: BaseException) -> None:
-    """Record a step that failed after it had counted and started some updates."""
-    why = f"{type(optimizer).__name__}.step() failed with {type(error).__name__}: {error}"
-    for part in parts:
-        pending = part.bucket.pending
-        params = part.bucket.params
-        pending.tear(why, {i: Left.of(params[i], [optimizer]) for i in part.indices})

@@ -24,7 +24,7 @@ from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.rule import map_state
 from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.gradient_guards import is_taken
-from megacompile.runtime.params.guards import is_shared
+from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
     drop_empty,
@@ -225,7 +225,7 @@ class InBackward:
         """Copy new parameters and states to the host."""
         lease = None if self.staging is None else self.staging.take(host)
         shown = self.visible(host)
-        if any(map(host.aliased, buffers)) or any(map(is_shared, map(compat.local, shown))):
+        if any(map(host.aliased, buffers)) or any_shared(shown):
             self._shown.append(host)
         place = None if lease is None else lease.tensor
         try:

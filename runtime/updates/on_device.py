@@ -27,7 +27,7 @@ from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.params.guards import is_shared
+from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.work import InFlight
@@ -152,7 +152,7 @@ class DeviceUpdates:
         if not buffers.value or learned is None:
             return False
         sources, visible = learned.sources, learned.visible
-        if any(map(host.aliased, buffers.value)) or any(map(is_shared, visible)):
+        if any(map(host.aliased, buffers.value)) or any_shared(visible):
             return False  # aliases may bypass the guards
         versions = _versions(host, buffers.value, visible)
         left = UpdateOffer(self.streams, gradients, buffers, sources, visible, host, versions)

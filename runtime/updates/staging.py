@@ -70,7 +70,7 @@ class Staging:
         pools = (self.prefetches, self.updates, self.states)
         left = [(pool, leases) for pool in pools if (leases := pool.unwritten())]
         for lease in (lease for _, leases in left for lease in leases):
-            lease.host.pending.finish()  # copies from the device may be in flight
+            lease.host.pending.is_torn()  # copies from the device may be in flight
         if left and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # and copies to it
         for pool, leases in left:

@@ -248,7 +248,7 @@ MADE_BEFORE: dict[str, tuple[str, Callable[[Any], Any]]] = {  # what is told of
     ".data": ("Stack.embed.weight", lambda model: [p.data for p in model.parameters()]),
     "views": ("Stack.embed.weight", lambda model: [p.detach()[:1] for p in model.parameters()]),
     "numpy": ("Stack.embed.weight", lambda model: [p.detach().numpy() for p in model.parameters()]),
-    "an attribute": ("Stack.layers.1.flat", a_view_as_an_attribute),
+    "an attribute": ("Stack.layers.1.up.weight", a_view_as_an_attribute),
     "an optimizer and a graph": ("", trained_before),
     "assigned": (
         "",

@@ -143,6 +143,14 @@ def loads_twice(folder: Path) -> None:
         megacompile(model, device="cpu", checkpoint=folder)
 
 
+GONE = (
+    "p.grad of '0.weight' does not exist: megacompile(model, optimizer=...) has updated in the "
+    "backward, and gradients never leave the device, so they cannot be read, clipped by their "
+    "global norm or unscaled by a GradScaler (if the loss was scaled, load a checkpoint: "
+    "parameters and states are wrong); leave out optimizer=, or put the backward into `with "
+    "megacompile.accumulate(model):` and clip micro-batches. clip_grad_norm_(parameters, inf) "
+    "returns only the norm (max_grad_norm=0 in a Trainer)"
+)
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "compute_dtype=float32": (option(compute_dtype=torch.float32), OptionError,
      "megacompile(): got compute_dtype=torch.float32; needed None or one of torch.bfloat16, "
@@ -200,16 +208,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile(): got device_update=0.5 with optimizer=..., which makes every update in the "
      "backward; leave one of them out"),
     "a gradient that is gone": (trained(lambda model, _: model[0].weight.grad * 2), OptimizerError,
-     "p.grad of '0.weight' does not exist: megacompile(model, optimizer=...) updates in the "
-     "backward, and gradients never leave the device, so they cannot be read, clipped by their "
-     "global norm or unscaled by a GradScaler; leave out optimizer=, or put the backward into "
-     "`with megacompile.accumulate(model):` and clip micro-batches"),
+     GONE),
     "clipped too late": (
      trained(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)), OptimizerError,
-     "p.grad of '0.weight' cannot be multiplied by {}: megacompile(model, optimizer=...) has "
-     "already updated in the backward, without clipping; leave out optimizer= to clip by the "
-     "global norm. clip_grad_norm_(parameters, inf) returns only the norm (max_grad_norm=0 in a "
-     "Trainer)"),
+     GONE),
     "a second backward": (
      trained(lambda model, _: model(torch.ones(2, 8)).sum().backward()), OptimizerError,
      "parameter '0.weight' was updated in a backward already, and gets another gradient before "

@@ -29,8 +29,8 @@ from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.ranks import checksum
 from megacompile.runtime.device.saved import OnHost
 from megacompile.runtime.device.streams import DeviceSlots
-from megacompile.runtime.params.fill import Fill, Filling
 from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.params.work import Fill
 from tests import inside
 from tests.layouts import layout_of, odd_tensors
 
@@ -336,7 +336,7 @@ class Later:
 
 def filled_later(params: Sequence[nn.Parameter]) -> tuple[HostBucket, Later]:
     thread: Any = Later()
-    return HostBucket(layout_of(params), params, pin=False, filling=Filling(CPU, thread)), thread
+    return HostBucket(layout_of(params), params, pin=False, filling=(CPU, thread)), thread
 
 
 def filling(bucket: HostBucket) -> bool:
@@ -394,7 +394,7 @@ def test_what_is_computed_from_the_values_comes_at_once() -> None:
     """A copy that is streamed is made of them."""
     params = [nn.Parameter(torch.randn(4))]
     half = layout_of([params[0].detach().bfloat16()])
-    bucket = HostBucket(half, params, pin=False, filling=Filling(CPU, Later()))  # type: ignore[arg-type]
+    bucket = HostBucket(half, params, pin=False, filling=(CPU, Later()))  # type: ignore[arg-type]
     assert not filling(bucket)
 
 
