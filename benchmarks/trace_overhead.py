@@ -43,8 +43,7 @@ from megacompile.cost.rates import load
 from megacompile.runtime.ops.executor import recorded
 from megacompile.views import perfetto, plot
 from megacompile.views.critical_path import period
-from megacompile.views.prediction import predicted_steps
-from megacompile.views.timeline import HOST, Timeline, cut
+from megacompile.views.timeline import HOST, Timeline, cut, predicted_steps
 
 _SAVED_STEPS = 3  # the first from idle, the second as in training, the third for its prefetches
 

@@ -106,7 +106,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         if names[name] > 1:
             name += f" {names[name]}"
         cost = streamed.buckets.setting.cost()
-        traced.append(Traced(name, streamed.machine, streamed.captures.schedules, cost))
+        traced.append(Traced(name, streamed.machine, cost))
     made = Trace(traced, hardware)
     for model in models:
         _TRACES[streamed_model(model, "trace")] = ref(made)

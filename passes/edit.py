@@ -16,8 +16,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.ir.symbols import Number
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Number, TensorMeta
 
 SYMBOLIC = "megacompile.symbolic"  # in a traced node's meta: its value with symbols
 

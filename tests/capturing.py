@@ -26,8 +26,7 @@ from megacompile.ir.capture import (
     TensorInput,
 )
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.symbols import Number, SymbolicSizes
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 
 

@@ -32,9 +32,9 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.edges import Token, token_of
 from megacompile.ir.plan import Places, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tokens import Token, token_of
 
 _NAMES = {"Places": Places, "Slot": Slot, "Tier": Tier, "replace": replace}
 

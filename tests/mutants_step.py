@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.edges import Token, token_of
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tokens import Token, token_of
 from tests import mutants
 
 Edit = Callable[[Schedule, random.Random], "Schedule | str"]

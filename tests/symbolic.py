@@ -26,10 +26,10 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.edges import Place, token_of
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, token_of
 
 Cells = list[int]
 Run = Callable[[Cells], None]

@@ -15,7 +15,6 @@ REQUIRED: dict[
 METADATA = {  # name -> the key of its args
     "process_name": "name",
     "thread_name": "name",
-    "process_sort_index": "sort_index",
     "thread_sort_index": "sort_index",
 }
 

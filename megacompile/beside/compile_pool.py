@@ -40,8 +40,7 @@ from megacompile import compat, log, numa
 from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes
-from megacompile.ir.symbols import Number
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Number, TensorMeta
 from megacompile.runtime.device.background import at_fork, fulfil
 
 VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -12,8 +14,7 @@ import torch
 
 from megacompile import option_checks
 from megacompile.cli import target
-from megacompile.cli.commands import print_json
-from megacompile.cli.plan_arguments import DTYPES, OPTIMIZERS, DiskArguments, machine
+from megacompile.cli.commands import DTYPES, OPTIMIZERS, print_json
 from megacompile.cli.target import Target
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import active_parameters
@@ -106,35 +107,41 @@ def run(args: argparse.Namespace) -> int:
 def _hardware(args: argparse.Namespace) -> Hardware:
     """One GPU's share of the machine that the options describe."""
     found = known(args.gpu)
-    given = machine(args, device_bytes=found.device_bytes, host_bytes=found.host_bytes)
-    if given.link_gb_s is not None:
-        name = f"{found.name} with a link of {given.link_gb_s:g} GB/s"
-        found = found.with_link(given.link_gb_s).replace(name=name)
-    if given.locked_bytes is not None:
-        found = found.replace(locked_bytes=given.locked_bytes)
-    if given.host_bytes is not None:
-        found = found.replace(host_bytes=given.host_bytes)
-    found = _with_disk(found, given.disk).shared_by(args.gpus)
+    if args.link is not None:
+        name = f"{found.name} with a link of {args.link:g} GB/s"
+        found = found.with_link(args.link).replace(name=name)
+    if args.host_memory is not None:
+        host_bytes = _bytes("--host-memory", args.host_memory, found.host_bytes)
+        found = found.replace(host_bytes=host_bytes)
+    if args.page_locked is not None:
+        locked_bytes = _bytes("--page-locked", args.page_locked, found.host_bytes)
+        found = found.replace(locked_bytes=locked_bytes)
+    if args.disk is not None:
+        found = _disk_rates(args).on(found)
+    found = found.shared_by(args.gpus)
     if args.interconnect is not None:
         found = found.with_interconnect(args.interconnect)
-    if args.network is not None:
-        found = found.replace(network_gb_s=args.network)
-    return found
+    return found if args.network is None else found.replace(network_gb_s=args.network)
 
 
-def _with_disk(hardware: Hardware, disk: DiskArguments | None) -> Hardware:
-    if disk is None:
-        return hardware
-    if disk.rates is not None:
-        read, write = disk.rates
-        return DiskRates(read, write, read / 2, write / 2).on(hardware)
-    rates = disk_on_file(disk.folder)
+def _bytes(name: str, size: float, total_bytes: int | None) -> int:
+    """An option's size in bytes: an int, or a fraction of `total_bytes` (None: unknown)."""
+    if isinstance(size, float) and not total_bytes:
+        raise OptionError(f"{name} {size}: a fraction of an unknown size; pass a size: 20GiB")
+    return int(size * (total_bytes or 0)) if isinstance(size, float) else size
+
+
+def _disk_rates(args: argparse.Namespace) -> DiskRates:
+    if args.disk_rates is not None:
+        read, write = args.disk_rates
+        return DiskRates(read, write, read / 2, write / 2)
+    rates = disk_on_file(os.path.abspath(args.disk))
     if rates is None:
         raise OptionError(
-            f"--disk {disk.folder}: its rates are unknown; pass --disk-rates 2.2/2.2, or measure "
-            f"them: python -m megacompile hardware --disk {disk.folder}"
+            f"--disk {args.disk}: its rates are unknown; pass --disk-rates 2.2/2.2, or measure "
+            f"them: python -m megacompile hardware --disk {args.disk}"
         )
-    return rates.on(hardware)
+    return rates
 
 
 def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
@@ -148,17 +155,14 @@ def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
                 f"--sweep batch: {args.target} takes no arguments batch and seq; add them to the "
                 "function"
             )
-        print(f"batch {batch}: {_short(answer)}", file=sys.stderr, flush=True)
+        said = answer.why_not[0] if answer.why_not else f"{answer.tokens_s:,.0f} tokens/s"
+        print(f"batch {batch}: {said}", file=sys.stderr, flush=True)
         answers.append(answer)
         rates = [each.tokens_s or 0.0 for each in answers[-2:]]
         if answer.why_not or (len(rates) == 2 and rates[1] < _NO_FASTER * rates[0]):
             break
         batch *= 2
     return answers
-
-
-def _short(answer: Answer) -> str:
-    return f"{answer.why_not[0]}" if answer.why_not else f"{answer.tokens_s:,.0f} tokens/s"
 
 
 def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
@@ -240,9 +244,9 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
             optimizer = torch.optim.AdamW(params)
         else:
             optimizer = torch.optim.SGD(params, momentum=0.9 * OPTIMIZERS[args.optimizer])
-    given = machine(args, device_bytes=hardware.device_bytes, host_bytes=hardware.host_bytes)
+    memory = args.gpu_memory
     options = abstract_options(
-        gpu_memory=given.device_bytes,
+        gpu_memory=memory and _bytes("--gpu-memory", memory, hardware.device_bytes),
         state_dtype=None if args.state_dtype == "same" else option_checks.dtype(args.state_dtype),
         compute_dtype=_DTYPES.get(args.compute_dtype),
         optimizer=optimizer,
@@ -251,13 +255,15 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
     )
     if args.gpus > 1:
         options = replace(options, mesh=PlannedMesh(args.gpus, args.hosts))
-    disk = given.disk
-    if disk is None:
+    if args.disk is None:
         return options
-    return replace(  # the disk may be another machine's
+    size, free = args.disk_memory, 0
+    if os.path.isdir(args.disk):  # else it is another machine's
+        free = shutil.disk_usage(args.disk).free
+    return replace(
         options,
-        disk=disk.folder,
-        disk_memory=disk.free_bytes // args.gpus,
+        disk=os.path.abspath(args.disk),
+        disk_memory=(free if size is None else _bytes("--disk-memory", size, free)) // args.gpus,
         disk_weights=args.disk_weights or None,
         disk_saved=args.disk_saved or None,
     )
@@ -368,14 +374,8 @@ def _long(seconds: float) -> str:
 def _sweep_table(answers: list[Answer]) -> str:
     rows = [["batch", "a step", "tokens/s", "TFLOP/s", "device", "fits"]]
     for each in answers:
-        rows.append(
-            [
-                str(each.batch),
-                duration(each.explained.step_s),
-                f"{each.tokens_s or 0:,.0f}",
-                _figures(each.tflop_s or 0.0),
-                format_bytes(each.explained.device.needed_bytes),
-                "no" if each.why_not else "yes",
-            ]
-        )
+        step, rate = duration(each.explained.step_s), f"{each.tokens_s or 0:,.0f}"
+        device = format_bytes(each.explained.device.needed_bytes)
+        fits = "no" if each.why_not else "yes"
+        rows.append([str(each.batch), step, rate, _figures(each.tflop_s or 0.0), device, fits])
     return columns(rows)

@@ -1,19 +1,12 @@
-"""Parses a command's target, a config or a function, without torch.
-
-Importing transformers takes seconds because it imports torch, so its list of model types is read as
-text.
-"""
+"""Parses a command's target, a config or a function, without torch."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.metadata
 import importlib.util
 import json
-import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +18,6 @@ _WEIGHTS = {
     ".gguf": "a GGUF file: quantized weights for inference",
     **dict.fromkeys((".safetensors", ".bin", ".pt", ".pth", ".ckpt"), "a file of weights"),
 }
-
-_NEAREST = 3  # model types that are suggested for an unknown one
-# Files and format of transformers' list of model types (4.50 to 5.24).
-_TYPE_LISTS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
-_TYPE = re.compile(r'"([^"]+)"[,:] "\w+Config"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +67,16 @@ def check(text: str, *, seq: int) -> None:
         seq: tokens per sequence.
 
     Raises:
-        OptionError: no such target, model type or function, or a sequence that is too long.
+        OptionError: no such target or function, or a sequence that is too long.
         MissingExtraError: transformers is not installed, and a config needs it.
     """
     named = parse(text)
     if isinstance(named, Function):
         function(text, named)
         return
-    spec = importlib.util.find_spec("transformers")
-    if spec is None:
-        raise needs_transformers()
-    if (
-        spec.origin and "transformers" not in sys.modules
-    ):  # once imported, users may have registered more types
-        types = _model_types(Path(spec.origin).parent)
-        if types and named.model_type not in types:
-            raise unknown_type(named, types, importlib.metadata.version("transformers"))
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("a config needs transformers: pip install transformers")
     check_length(seq, named.values.get("max_position_embeddings"))
-
-
-def _model_types(package: Path) -> set[str]:
-    """The model types that transformers lists; empty if its files have changed."""
-    files = (package / name for name in _TYPE_LISTS)
-    return {name for file in files if file.is_file() for name in _TYPE.findall(file.read_text())}
-
-
-def needs_transformers() -> MissingExtraError:
-    """The error if transformers is not installed."""
-    return MissingExtraError("a config needs transformers: pip install transformers")
-
-
-def unknown_type(named: Config, types: Collection[str], version: str) -> OptionError:
-    """The error for a model type that transformers does not have."""
-    near = difflib.get_close_matches(named.model_type, types, n=_NEAREST, cutoff=0.0)
-    return OptionError(
-        f"{named.file}: transformers {version} has no model_type {named.model_type!r}; nearest: "
-        f"{', '.join(near)}"
-    )
 
 
 def check_length(seq: int, longest: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,6 @@ def build(
 
     Raises:
         OptionError: no such target, or it returns no model.
-        MissingExtraError: transformers is not installed, and a config needs it.
     """
     named = source.parse(text)
     if isinstance(named, Config):
@@ -71,12 +71,14 @@ def _of_config(
     named: Config, batch: int, seq: int, dtype: torch.dtype, float8: str | None
 ) -> Target:
     file, kind = named.file, named.model_type
-    try:
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
-    except ImportError:
-        raise source.needs_transformers() from None
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
+
     if kind not in CONFIG_MAPPING:
-        raise source.unknown_type(named, CONFIG_MAPPING.keys(), __version__)
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=3, cutoff=0.0)
+        raise OptionError(
+            f"{file}: transformers {__version__} has no model_type {kind!r}; nearest: "
+            f"{', '.join(near)}"
+        )
     try:
         config = AutoConfig.for_model(kind, **named.values)
         with torch.device("meta"):
@@ -87,16 +89,13 @@ def _of_config(
     _cast(model, dtype)
     if float8 is not None:
         _to_float8(model, float8)
+    note = "the model returns its loss and no logits, so that its head can run in chunks"
+    return _of_tokens(f"{type(model).__name__} of {file}", LossAlone(model), batch, seq, note)
+
+
+def _of_tokens(name: str, model: nn.Module, batch: int, seq: int, note: str) -> Target:
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return Target(
-        f"{type(model).__name__} of {file}",
-        LossAlone(model),
-        (tokens,),
-        {},
-        batch * seq,
-        f"{batch} x {seq} tokens",
-        "the model returns its loss and no logits, so that its head can run in chunks",
-    )
+    return Target(name, model, (tokens,), {}, batch * seq, f"{batch} x {seq} tokens", note)
 
 
 def _of_function(
@@ -119,11 +118,8 @@ def _of_function(
     if dtype is not None:
         _cast(model, dtype)
     if len(parts) == 1:
-        tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-        shape = f"{batch} x {seq} tokens"
-        return Target(text, model, (tokens,), {}, batch * seq, shape, "it gets token ids")
-    args = parts[1]
-    kwargs = parts[2] if len(parts) == 3 else {}
+        return _of_tokens(text, model, batch, seq, "it gets token ids")
+    _, args, kwargs = (*parts, {})[:3]
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise OptionError(f"{text}: needed (module, args, kwargs): a module, a tuple and a dict")
     if set(sizes) <= set(known):

@@ -69,21 +69,20 @@ class StepTracer:
         if self.step == 1 and self.trace is None:
             self._begin(model)
 
-    def _stepping(self, optimizer: Optimizer) -> list[nn.Module]:
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [m for m in self.models if any(id(p) in params for p in m.parameters())]
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        for model in self._stepping(optimizer):
+        for model in self.models:
+            if not any(id(p) in params for p in model.parameters()):
+                continue
             count = self.counts[model] = self.counts.get(model, 0) + 1
             if self.trace is None and count == self.step - 1:
                 self._begin(model)
             elif model is self.first and count == self.step and not self.done:
-                self._end()
+                assert self.trace is not None
+                self.done = True
+                self.trace.__exit__(None, None, None)
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
+    def _after(self, *_: Any) -> None:
         if self.done and self.stop:
             raise StepIsOver
 
@@ -91,11 +90,6 @@ class StepTracer:
         self.first = model
         self.trace = inspection.trace(*self.models)
         self.trace.__enter__()
-
-    def _end(self) -> None:
-        assert self.trace is not None
-        self.done = True
-        self.trace.__exit__(None, None, None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,15 +100,18 @@ def run(args: argparse.Namespace) -> int:
     there = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with tracer.watching(), there:
         _run_script(args)
+    if not tracer.models:
+        raise TooFewSteps(
+            f"{args.script} ended and megacompiled no model; it needs model = megacompile(model)"
+        )
     if not tracer.done:
-        raise TooFewSteps(_why_not(tracer, args))
+        raise TooFewSteps(
+            f"{args.script} ended after {max(tracer.counts.values(), default=0)} optimizer steps "
+            f"of megacompiled models; needed {args.step}: lower --step, or let the script train "
+            "longer"
+        )
     assert tracer.trace is not None
-    if args.json:
-        print_json(tracer.trace.to_dict())
-    else:
-        print(tracer.trace.table())
-    write(tracer.trace.measured, tracer.trace.predicted, args.save)
-    return 0
+    return _show(tracer.trace.measured, tracer.trace.predicted, args)
 
 
 def _again(args: argparse.Namespace) -> int:
@@ -124,6 +121,10 @@ def _again(args: argparse.Namespace) -> int:
     if whole is not None:
         measured = cut(measured, whole.start_s, whole.stop_s)
         predicted = predicted and cut(predicted, whole.start_s, whole.stop_s)
+    return _show(measured, predicted, args)
+
+
+def _show(measured: Timeline, predicted: Timeline | None, args: argparse.Namespace) -> int:
     if args.json:
         print_json(totals(measured, predicted))
     else:
@@ -151,19 +152,6 @@ def _run_script(args: argparse.Namespace) -> None:
             raise
     finally:
         sys.argv[:], sys.path[:] = before
-
-
-def _why_not(tracer: StepTracer, args: argparse.Namespace) -> str:
-    if not tracer.models:
-        return f"{args.script} ended and megacompiled no model; it needs model = megacompile(model)"
-    steps = max(tracer.counts.values(), default=0)
-    return (
-        f"{args.script} ended after {steps} optimizer steps of megacompiled models; needed "
-        f"{args.step}: lower --step, or let the script train longer"
-    )
-
-
-# --- output files
 
 
 def write(measured: Timeline, predicted: Timeline | None, paths: Sequence[Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree
 
 from megacompile.compat.distributed import is_sharded
+
+_C: Any = torch._C  # its stubs leave these out
 
 
 @contextmanager
@@ -41,9 +44,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-def keeps_graph() -> bool:
-    """Inside a backward: true if it was called with `retain_graph=True`."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+# Inside a backward: true if it was called with `retain_graph=True`.
+keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
 
 
 def accumulator_of(param: torch.Tensor) -> Node:
@@ -118,13 +120,10 @@ def note_backward_calls(
 
     @functools.wraps(stock)
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = tuple((args[3] if len(args) > 3 else kwargs.get("inputs", ())) or ())
+        inputs = tuple(args[3:4] and args[3])  # torch passes them by position
         leaves = tuple(map(leaf_of, inputs))
         if any(leaf is not given for leaf, given in zip(leaves, inputs, strict=True)):
-            if len(args) > 3:
-                args = (*args[:3], leaves, *args[4:])
-            else:
-                kwargs["inputs"] = leaves
+            args = (*args[:3], leaves, *args[4:])
         call = BackwardCall(tuple(t_outputs))
         _BACKWARD_CALLS.append(call)
         try:
@@ -164,10 +163,8 @@ def root_node(root: Any) -> Node:
 # The class of AccumulateGrad nodes.
 ACCUMULATOR: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
 
-
-def node_class(function: Any) -> Any:
-    """The class of the nodes of a `torch.autograd.Function`."""
-    return function._backward_cls
+# The class of the nodes of a `torch.autograd.Function`.
+node_class: Callable[[Any], Any] = operator.attrgetter("_backward_cls")
 
 
 def run_soon(node: Node) -> None:
@@ -185,23 +182,15 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def backward_id() -> int:
-    """A number that is equal within one call of `backward()`; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
+# A number that is equal within one call of `backward()`; -1 outside of one.
+backward_id: Callable[[], int] = _C._current_graph_task_id
 
 
-def put_first(handle: Any) -> None:
-    """Move a hook before the other hooks in the same dict."""
-    hooks = handle.hooks_dict_ref()
-    assert hooks is not None, "the hooks of an object that is gone"
-    hooks.move_to_end(handle.id, last=False)
-
-
-def put_last(handle: Any) -> None:
-    """Move a hook after the other hooks in the same dict."""
+def move_hook(handle: Any, *, last: bool) -> None:
+    """Move a hook before or after the other hooks in the same dict, if both still exist."""
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks:
-        hooks.move_to_end(handle.id)
+        hooks.move_to_end(handle.id, last=last)
 
 
 def is_overwritten(error: RuntimeError) -> bool:

@@ -157,7 +157,7 @@ def compile_settings_in_use(given: bytes) -> Iterator[None]:
 def _use(settings: dict[str, Any]) -> None:
     for config, name in ((inductor_config, "inductor"), (functorch_config, "functorch")):
         for key, value in settings[name].items():
-            if _value(config, key) != value:
+            if functools.reduce(getattr, key.split("."), config) != value:
                 setattr(config, key, value)
     for name, value in settings["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
@@ -166,9 +166,3 @@ def _use(settings: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
     torch.set_default_dtype(settings["dtype"])
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config

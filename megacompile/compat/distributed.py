@@ -216,21 +216,13 @@ def serve_the_host(group: Any, device: torch.device) -> None:
     group._register_backend(host, kind, gloo._get_backend(host))
 
 
-def abort(group: Any) -> None:
-    """Abort a group's pending collectives, if the backend supports it."""
-    end = getattr(group, "abort", None)
-    if end is not None:
-        end()
-
-
 # --- DistributedDataParallel, DataParallel, collectives of the user
 
 
-def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward is running."""
-    ddp = torch.nn.parallel.DistributedDataParallel
-    running: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
-    return running
+# The DistributedDataParallel whose forward is running.
+ddp_around: Callable[[], torch.nn.parallel.DistributedDataParallel | None] = (
+    torch.nn.parallel.DistributedDataParallel._get_active_ddp_module
+)
 
 
 def ddp_parameters(ddp: torch.nn.parallel.DistributedDataParallel) -> list[torch.nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures.process  # noqa: F401  torch imports it lazily: too late as main ends
 import functools
 import inspect
+import operator
 import re
 import types
 import weakref
@@ -55,11 +56,8 @@ CAPTURE_ERRORS = (
     AssertionError,
 )
 
-
-def uncompiled(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The original function inside `torch.compile(function)`."""
-    function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
-    return function
+# The original function inside `torch.compile(function)`.
+uncompiled: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_torchdynamo_orig_callable")
 
 
 def compile_lock() -> AbstractContextManager[object]:

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -165,8 +164,11 @@ def note_uncaptured() -> None:
         if stack:
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
             why += next((_HINTS[at.name] for at in stack if at.name in _HINTS), "")
-            at = _of_user(stack)
-            place = _NONE if at is None else (at.filename, at.lineno or 0, users_name(at.name))
+            users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
+            at = users[-1] if users else None
+            place = (
+                ("", 0, "") if at is None else (at.filename, at.lineno or 0, users_name(at.name))
+            )
             _BREAKS.append(GraphBreak(*place, why))
             _COUNT[0] += 1
         stock(self, code_options, reason, exc)
@@ -222,12 +224,6 @@ def untraced(code: types.CodeType) -> Untraced | None:
     return found[1]
 
 
-def _of_user(stack: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost line of user code."""
-    users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
-    return users[-1] if users else None
-
-
 def _note_limit(record: logging.LogRecord) -> bool:
     if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
         option, limit, function, why = record.args[:4]
@@ -276,7 +272,6 @@ def capture_is_off() -> str:
 _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
-_NONE = ("", 0, "")
 _HINTS = {  # functions of torch that break a graph: how to avoid it
     "_detect_is_causal_mask": " (nn.TransformerEncoder and similar modules compare a mask with a "
     "causal one: pass is_causal=True if it is causal, else is_causal=False)",

@@ -19,24 +19,16 @@ _ARGS: Any = fx.Node.args  # its setter skips the graph's table of targets
 _KWARGS: Any = fx.Node.kwargs
 
 
-def set_args(node: fx.Node, args: Any) -> None:
-    """`node.args = args`, in a fraction of the time.
+# `node.args = args`, in a fraction of the time.
+# The assignment also removes the node from the graph's table of targets and inserts it again,
+# which only a new target needs. A search creates a million nodes.
+set_args: Callable[[fx.Node, Any], None] = _ARGS.fset
 
-    The assignment also removes the node from the graph's table of targets and inserts it again,
-    which only a new target needs. A search creates a million nodes.
-    """
-    _ARGS.fset(node, args)
+# `node.kwargs = kwargs`, in a fraction of the time.
+set_kwargs: Callable[[fx.Node, Any], None] = _KWARGS.fset
 
-
-def set_kwargs(node: fx.Node, kwargs: Any) -> None:
-    """`node.kwargs = kwargs`, in a fraction of the time."""
-    _KWARGS.fset(node, kwargs)
-
-
-def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """`fx.GraphModule(root, graph)` that generates its Python code on first use."""
-    module: fx.GraphModule = _LazyGraphModule(root, graph)
-    return module
+# `fx.GraphModule(root, graph)` that generates its Python code on first use.
+graph_module: Callable[[nn.Module, fx.Graph], fx.GraphModule] = _LazyGraphModule
 
 
 def write_powers() -> None:

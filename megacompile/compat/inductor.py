@@ -128,8 +128,7 @@ def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., A
     the compiled code.
     """
     _keep_strides_of_biases()
-    if _draws_in_place(module, inputs):
-        module = _drawing_apart(module)
+    module = _with_draws_apart(module, inputs)
     mode = _mode_of(inputs)
     context = TracingContext(mode) if mode else None
     # the graph contains its casts
@@ -219,19 +218,17 @@ def _assume_no_multiples() -> None:
     SizeVarAllocator.guard_or_false = guard_or_false  # type: ignore[method-assign]
 
 
-def _draws_in_place(module: fx.GraphModule, inputs: Tensors) -> bool:
-    """True if Inductor would lower a `bernoulli` to one that writes into a buffer.
+def _with_draws_apart(module: fx.GraphModule, inputs: Tensors) -> fx.GraphModule:
+    """A copy whose draws are operators that Inductor calls without lowering them, if it would lower
+    a `bernoulli` to one that writes into a buffer.
 
     In torch 2.11, readers of that buffer can be fused with code before the write. On CUDA, where
     Inductor draws its own random numbers, there is no such buffer.
     """
     decomposed = any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))
     draws = module.graph.find_nodes(op="call_function", target=_BERNOULLI)
-    return bool(draws) and (inductor_config.fallback_random or not decomposed)
-
-
-def _drawing_apart(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose draws are operators that Inductor calls without lowering them."""
+    if not draws or (decomposed and not inductor_config.fallback_random):
+        return module
     graph = copy_graph(module.graph)
     for node in graph.find_nodes(op="call_function", target=_BERNOULLI):
         if not node.kwargs:  # no generator
@@ -257,29 +254,25 @@ def _is_functional(target: Any) -> bool:
 
 @functools.cache
 def _hand_graphs_on() -> None:
-    """Makes `aot_autograd` pass the graphs of `compile_inductor` through, in its thread only."""
+    """Makes `aot_autograd` pass the graphs of `compile_inductor` on, in its thread only, with fake
+    values in the inputs' mode."""
     stock = _AOT.aot_autograd
 
-    def aot_autograd(**named: Any) -> Any:
+    def aot_autograd(*, inference_compiler: Callable[..., Any], **named: Any) -> Any:
         handed_on = _HANDED_ON.get()
-        return stock(**named) if handed_on is None else _untraced(handed_on, **named)
+        if handed_on is None:
+            return stock(inference_compiler=inference_compiler, **named)
+
+        def compile_it(module: fx.GraphModule, inputs: Tensors) -> Any:
+            handed_on.append(module)
+            module.graph.eliminate_dead_code()
+            with torch.no_grad():
+                compile_fx.fake_tensor_prop(module, inputs, force_allow_non_fake_inputs=True)
+                return inference_compiler(module, inputs)
+
+        return compile_it
 
     _AOT.aot_autograd = aot_autograd
-
-
-def _untraced(
-    handed_on: list[fx.GraphModule], *, inference_compiler: Callable[..., Any], **_: Any
-) -> Callable[..., Any]:
-    """Replaces `aot_autograd`: passes the graph on, with fake values in the inputs' mode."""
-
-    def compile_it(module: fx.GraphModule, inputs: Tensors) -> Any:
-        handed_on.append(module)
-        module.graph.eliminate_dead_code()
-        with torch.no_grad():
-            compile_fx.fake_tensor_prop(module, inputs, force_allow_non_fake_inputs=True)
-            return inference_compiler(module, inputs)
-
-    return compile_it
 
 
 def packed_graph(module: fx.GraphModule) -> bytes:

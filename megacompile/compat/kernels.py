@@ -170,10 +170,8 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:
 
 
 # --- products of experts
-#
 #     transformers::grouped_mm_fallback(x, weight, offs)    a Python loop over experts
 #     torch.nn.functional.grouped_mm(x, weight, offs=offs)  what an eager call of the model runs
-#
 # transformers shows Dynamo the first for all dtypes but bfloat16, because torch's tracing rejects
 # the second. Up to transformers 5.17 its backward reads the offsets, so it cannot be traced. The
 # operator here calls torch's function, opaque to traces: the kernels and bits of the eager model.
@@ -187,16 +185,10 @@ def eager_grouped_mm(target: Any, device: torch.device) -> Any:
     names = (getattr(target, "_qualified_op_name", None), getattr(target, "_name", ""))
     if _FALLBACK not in (names[0], names[1].partition(".")[0]):
         return None
-    if not hasattr(functional, "grouped_mm"):
-        return None
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     if on_cuda and torch.cuda.get_device_capability(device) < (8, 0):
         return None
     return torch.ops.megacompile.grouped_mm.default
-
-
-def _product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    return functional.grouped_mm(x, weight, offs=offs).contiguous()
 
 
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,21 +204,12 @@ def _is_transposed(weight: Tensor) -> bool:
     return weight.stride(-2) == 1 and weight.stride(-1) == weight.shape[-2]
 
 
-def _shape(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[-1]))
-
-
 def _shapes(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
     experts, rows, columns = weight.shape
     of_x = x.new_empty(x.shape)
     if _is_transposed(weight):
         return of_x, weight.new_empty((experts, columns, rows)).transpose(-2, -1)
     return of_x, weight.new_empty(weight.shape)
-
-
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    del output
-    ctx.save_for_backward(*inputs)
 
 
 def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -236,16 +219,24 @@ def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
 
 def _define_grouped_mm() -> None:
     product, back = "grouped_mm", "grouped_mm_backward"
-    _OPERATORS.define(f"{product}(Tensor x, Tensor weight, Tensor offs) -> Tensor")
-    _OPERATORS.impl(product, _product, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megacompile::{product}", _shape, lib=_OPERATORS)
-    _OPERATORS.define(
-        f"{back}(Tensor gradient, Tensor x, Tensor weight, Tensor offs) -> (Tensor, Tensor)"
-    )
-    _OPERATORS.impl(back, _gradients, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megacompile::{back}", _shapes, lib=_OPERATORS)
+    arguments = "Tensor x, Tensor weight, Tensor offs"
+    _OPERATORS.define(f"{product}({arguments}) -> Tensor")
+    _OPERATORS.define(f"{back}(Tensor gradient, {arguments}) -> (Tensor, Tensor)")
+    kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        product: (
+            lambda x, weight, offs: functional.grouped_mm(x, weight, offs=offs).contiguous(),
+            lambda x, weight, offs: x.new_empty((x.shape[0], weight.shape[-1])),
+        ),
+        back: (_gradients, _shapes),
+    }
+    for name, (kernel, fake) in kernels.items():
+        _OPERATORS.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"megacompile::{name}", fake, lib=_OPERATORS)
     torch.library.register_autograd(
-        f"megacompile::{product}", _backward, setup_context=_setup, lib=_OPERATORS
+        f"megacompile::{product}",
+        _backward,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        lib=_OPERATORS,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -28,10 +29,10 @@ _frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()
 _named: set[str] = set()  # all names so far
 
 
-def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """The function that replaces a module's call, from `module.compile()` or `megacompile()`."""
-    call: Callable[..., Any] | None = module._compiled_call_impl
-    return call
+# The function that replaces a module's call, from `module.compile()` or `megacompile()`.
+compiled_call: Callable[[torch.nn.Module], Callable[..., Any] | None] = operator.attrgetter(
+    "_compiled_call_impl"
+)
 
 
 def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
@@ -92,36 +93,23 @@ def compiled_calls(modules: Iterable[torch.nn.Module]) -> list[Callable[..., Any
     return [module._compiled_call_impl for module in modules]
 
 
-def holders_of_parameters(
-    modules: Iterable[torch.nn.Module],
-) -> list[dict[str, torch.nn.Parameter | None]]:
-    """The modules' dicts of parameters, as `parameters_of` returns them, without empty ones."""
-    return [holder for module in modules if (holder := module._parameters)]
+def holders(modules: Iterable[torch.nn.Module], kind: str) -> list[dict[Any, Any]]:
+    """The modules' live dicts of a kind, without empty ones: "parameters", "buffers" or
+    "forward_hooks"."""
+    name = f"_{kind}"
+    return [holder for module in modules if (holder := getattr(module, name))]
 
 
-def holders_of_buffers(modules: Iterable[torch.nn.Module]) -> list[dict[str, torch.Tensor | None]]:
-    """The modules' dicts of buffers, without empty ones."""
-    return [holder for module in modules if (holder := module._buffers)]
+# A module's own parameters; the dict is live.
+# Writing to it does not call a subclass's `__setattr__`.
+parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = (
+    operator.attrgetter("_parameters")
+)
 
-
-def holders_of_forward_hooks(
-    modules: Iterable[torch.nn.Module],
-) -> list[dict[int, Callable[..., Any]]]:
-    """The modules' dicts of forward hooks, without empty ones."""
-    return [holder for module in modules if (holder := module._forward_hooks)]
-
-
-def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """A module's own parameters; the dict is live.
-
-    Writing to it does not call a subclass's `__setattr__`.
-    """
-    return module._parameters
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """A module's own buffers; the dict is live."""
-    return module._buffers
+# A module's own buffers; the dict is live.
+buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter(
+    "_buffers"
+)
 
 
 def convert_in_place(kind: type[torch.Tensor]) -> None:

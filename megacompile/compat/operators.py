@@ -108,9 +108,8 @@ def set_kernel_switches(wanted: Sequence[Any]) -> None:
             put(value)
 
 
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to every leaf of nested containers, registered classes included."""
-    return _pytree.tree_map(function, tree)
+# Apply `function` to every leaf of nested containers, registered classes included.
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 
 
 def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:
@@ -140,9 +139,8 @@ def tree_map_once(function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(function, tree, is_leaf=lambda each: each is not tree)
 
 
-def leaves(tree: Any) -> list[Any]:
-    """The leaves of nested containers."""
-    return _pytree.tree_leaves(tree)
+# The leaves of nested containers.
+leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 
 
 @functools.cache

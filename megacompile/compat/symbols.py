@@ -34,9 +34,8 @@ _ACTIVE: ContextVar[SymbolicFakes | None] = ContextVar("megacompile_symbols", de
 _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDictionary()
 
 
-def check(condition: bool) -> None:
-    """Tell a trace with symbols that a condition is true. Raises RuntimeError if it is false."""
-    torch._check(condition)
+# Tell a trace with symbols that a condition is true. Raises RuntimeError if it is false.
+check: Callable[[bool], None] = torch._check
 
 
 class _Python(PythonReferenceAnalysis):
@@ -155,7 +154,7 @@ class SymbolicFakes:
     def equal(self, number: Any, expression: Any) -> bool:
         """True if a number equals an expression; decided for the hints if it is not known."""
         mine, theirs = (
-            n.node.expr if is_number(n) else n.xreplace(self._theirs) if _symbolic(n) else n
+            n.node.expr if is_number(n) else sympy.sympify(n).xreplace(self._theirs)
             for n in (number, expression)
         )
         return bool(self.env.evaluate_expr(sympy.Eq(mine, theirs)))
@@ -191,7 +190,8 @@ class SymbolicFakes:
         there is none."""
         for expression, where in self._noted:
             ours = expression.xreplace(self._ours)
-            if not _is_true(ours, dict(zip(self.hints, values, strict=True))):
+            given = map(sympy.sympify, values)
+            if ours.xreplace(dict(zip(self.hints, given, strict=True))) is sympy.false:
                 return f"{where} relies on {ours}"
         return ""
 
@@ -246,13 +246,8 @@ class _FakeKernels(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def _symbolic(value: Any) -> bool:
-    return isinstance(value, sympy.Basic)
-
-
-def symbols_now() -> SymbolicFakes | None:
-    """The active mode of this thread, if any."""
-    return _ACTIVE.get()
+# The active mode of this thread, if any.
+symbols_now: Callable[[], SymbolicFakes | None] = _ACTIVE.get
 
 
 def expression_of(number: Any) -> tuple[Any, Any]:
@@ -284,12 +279,6 @@ def evaluated(expression: Any, values: _Values) -> Any:
         return expression
     value = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
     return int(value) if expression.is_integer else float(value)
-
-
-def _is_true(condition: Any, values: _Values) -> bool:
-    """True unless sympy finds a relation false for these values."""
-    found = condition.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
-    return found is not sympy.false
 
 
 def as_function(expressions: Any, symbols: Sequence[sympy.Symbol]) -> Callable[..., Any]:

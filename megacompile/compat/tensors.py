@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from megacompile.host_memory import available_bytes
 
+_C: Any = torch._C  # its stubs leave these out
+
 # For subclasses that only dispatch.
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 
@@ -57,14 +59,12 @@ def unflatten_wrapper(
     return new
 
 
-def outside_inference_mode() -> AbstractContextManager[None]:
-    """A context in which new tensors are not inference tensors.
-
-    `torch.inference_mode(False)` does the same in Python. This one is in C: a signal that raises
-    does not leave the mode changed.
-    """
-    context: AbstractContextManager[None] = torch._C._InferenceMode(False)
-    return context
+# A context in which new tensors are not inference tensors.
+# `torch.inference_mode(False)` does the same in Python. This one is in C: a signal that raises
+# does not leave the mode changed.
+outside_inference_mode: Callable[[], AbstractContextManager[None]] = functools.partial(
+    _C._InferenceMode, False
+)
 
 
 def storage_users(tensor: torch.Tensor) -> int:
@@ -117,9 +117,8 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The base of a view, for autograd; None for a tensor that is no view."""
-    return tensor._base
+# The base of a view, for autograd; None for a tensor that is no view.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
@@ -145,34 +144,20 @@ def any_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:
 _GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
 _ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
+# A context in which torch treats tensor subclasses of this thread as plain tensors.
+without_torch_function: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """A context in which torch treats tensor subclasses of this thread as plain tensors."""
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return context
+# False in `without_torch_function`, for this thread.
+torch_function_enabled: Callable[[], bool] = _C._is_torch_function_enabled
 
+# The state of this thread's `__torch_function__`, for `set_torch_function_state`.
+torch_function_state: Callable[[], Any] = _C._get_torch_function_state
 
-def torch_function_enabled() -> bool:
-    """False in `without_torch_function`, for this thread."""
-    return bool(torch._C._is_torch_function_enabled())
-
-
-_C: Any = torch._C  # its stubs leave these out
-
-
-def torch_function_state() -> Any:
-    """The state of this thread's `__torch_function__`, for `set_torch_function_state`."""
-    return _C._get_torch_function_state()
-
-
-def set_torch_function_state(state: Any) -> None:
-    """Set a state that `torch_function_state` returned, or `NO_SUBCLASSES`."""
-    _C._set_torch_function_state(state)
-
+# Set a state that `torch_function_state` returned, or `NO_SUBCLASSES`.
+set_torch_function_state: Callable[[Any], None] = _C._set_torch_function_state
 
 # The state in `without_torch_function`.
 NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED
-
 
 # The attribute that `mark_static_address` sets on a tensor.
 STATIC_INPUT = "_dynamo_static_input_type"
@@ -236,14 +221,9 @@ def _metadata() -> frozenset[Any]:
 
 METADATA = _metadata()
 
-
-def _overwriting() -> frozenset[Any]:
-    """Functions that overwrite all of their first tensor without reading it."""
-    tensor: Any = torch.Tensor
-    return frozenset([tensor.copy_, tensor.zero_, tensor.fill_, tensor.data.__set__])
-
-
-OVERWRITING = _overwriting()
+_T: Any = torch.Tensor
+# Functions that overwrite all of their first tensor without reading it.
+OVERWRITING: frozenset[Any] = frozenset([_T.copy_, _T.zero_, _T.fill_, _T.data.__set__])
 
 
 def in_transform() -> bool:
@@ -251,18 +231,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_of_transform(tensor: torch.Tensor) -> bool:
-    """True for a wrapper tensor of a `torch.func` transform, which has no memory."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+# True for a wrapper tensor of a `torch.func` transform, which has no memory.
+is_of_transform: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
 
-
-def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Swap the contents of two tensor objects, devices included.
-
-    `torch.utils.swap_tensors` does the same, but rejects tensors with weak references, such as the
-    parameters of `nn.LSTM`.
-    """
-    torch._C._swap_tensor_impl(a, b)
+# Swap the contents of two tensor objects, devices included.
+# `torch.utils.swap_tensors` does the same, but rejects tensors with weak references, such as the
+# parameters of `nn.LSTM`.
+exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = _C._swap_tensor_impl
 
 
 # --- devices: free memory, the allocator, the default device
@@ -361,7 +336,5 @@ def on_host() -> AbstractContextManager[Any]:
     return torch.device("cpu")
 
 
-def without_autocast() -> AbstractContextManager[Any]:
-    """A context in which no operation casts its inputs, even inside the caller's autocast."""
-    guard: AbstractContextManager[Any] = _C._DisableAutocast()
-    return guard
+# A context in which no operation casts its inputs, even inside the caller's autocast.
+without_autocast: Callable[[], AbstractContextManager[Any]] = _C._DisableAutocast

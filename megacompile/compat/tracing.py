@@ -98,9 +98,8 @@ def functional_mode(*, native: bool = False) -> Iterator[None]:
         raise NotImplementedError("it has an operator with side effects, such as a check of data")
 
 
-def to_functional(value: Any) -> Any:
-    """Wrap a tensor for the active `functional_mode`; other values unchanged."""
-    return to_fun(value)
+# Wrap a tensor for the active `functional_mode`; other values unchanged.
+to_functional: Callable[[Any], Any] = to_fun
 
 
 def from_functional(tensor: Any) -> Any:
@@ -283,8 +282,9 @@ def real_strides() -> Iterator[None]:
 
 def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     """The results of an operator, with the strides of its real kernel."""
-    if not _makes_tensors(func):
-        return found
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or any(result.alias_info for result in schema.returns):
+        return found  # it returns no new memory, or changes an argument
     flat, spec = _pytree.tree_flatten(found)
     if not any(isinstance(value, FakeTensor) and value.dim() > 1 for value in flat):
         return found
@@ -296,14 +296,6 @@ def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     with fakes.mode:
         settled = [_with_strides(f, r) for f, r in zip(flat, real, strict=True)]
     return _pytree.tree_unflatten(settled, spec)
-
-
-def _makes_tensors(func: Any) -> bool:
-    """True if an operator returns new memory and changes no argument."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.is_mutable:
-        return False
-    return all(result.alias_info is None for result in schema.returns)
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> list[Any] | None:

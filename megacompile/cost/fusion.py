@@ -55,7 +55,7 @@ from megacompile.cost.aten import (
 )
 from megacompile.cost.hardware import Hardware
 from megacompile.ir import ops
-from megacompile.ir.liveness import endings
+from megacompile.ir.values import endings
 
 _MANY_READS = 4  # Inductor's realize_reads_threshold
 _INSTRUCTIONS_A_BYTE = 1.5  # to load or store 16-bit elements, including addresses

@@ -16,11 +16,11 @@ from megacompile.cost.fusion import Analysis, Kernel, KernelBound, Returned, ana
 from megacompile.cost.hardware import Hardware
 from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
-from megacompile.ir.liveness import endings
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, ParamRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
+from megacompile.ir.values import endings
 
 
 def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analysis:

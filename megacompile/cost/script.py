@@ -1,7 +1,7 @@
 """Turns the graphs of a schedule into work on queues, with the waits of each op.
 
 An op waits for its arguments. A value from an earlier graph is a placeholder: a token
-(`megacompile.ir.tokens`), a value that a backward left for the update (`schedule.left`), or a saved
+(`megacompile.ir.edges`), a value that a backward left for the update (`schedule.left`), or a saved
 value that a forward wrote to a disk. A placeholder without a value yet is ignored.
 
 Four waits have no edge, because they come from the host, which issues the ops:
@@ -28,13 +28,12 @@ from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
-from megacompile.ir.edges import Handed, handed, stands_for, waits_for
+from megacompile.ir.edges import Handed, handed, stands_for, waits_for, written
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import on_disk
 from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import written
 from megacompile.ir.values import producer
 
 _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}

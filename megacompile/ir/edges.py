@@ -1,4 +1,4 @@
-"""The edges of a schedule: the waits between ops, and the values passed between graphs.
+"""The order of a schedule's ops: edges in a graph, tokens between graphs, collectives of ranks.
 
 [Note: happens-before] An in-order stream runs its ops in program order; ops on other streams
 (`Stream.in_order` is False) are ordered only by edges. An op waits for every node in its arguments
@@ -10,10 +10,21 @@ orders nothing. `megacompile.verify.cycle_checks` defines how graphs are connect
 The proof, the simulation, traces and pictures all read the edges from this module. Each adds its
 own rule: the proof rejects backward-pointing edges, the simulation drops edges within one queue,
 and a trace moves the waits of an unrecorded op to the next op of its stream.
+
+A graph waits for an earlier graph's work on a bucket by tokens: it returns the ops that wrote each
+part of a bucket last. A later graph has a placeholder for each part that it must wait for, and
+names it in `after=`:
+
+    update     3UPDATE                          the graph returns it
+    forward    3PREFETCH@1 after=(weights_3)    the placeholder stands for 3UPDATE
+
+So an edge between graphs is an ordinary edge: it is printed, verified, simulated and executed as a
+wait. A placeholder whose part was not written since is empty.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,11 +33,12 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.ops import effects
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part, Value, effects
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, given, token_of
-from megacompile.ir.values import producer, reads
+from megacompile.ir.values import producer, reads, taken
+from megacompile.text import format_bytes
 
 
 class EdgeKind(StrEnum):
@@ -69,6 +81,68 @@ def waits_for(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if effects(node).waits else []
 
 
+# Tokens.
+
+Place = tuple[int, Part]  # bucket key and part
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The last write of a bucket's part by an earlier graph, represented by a placeholder."""
+
+    bucket: Bucket
+    part: Part
+
+    @property
+    def place(self) -> Place:
+        return self.bucket.key, self.part
+
+
+def token_of(node: fx.Node) -> Token | None:
+    """The token of a placeholder; None for any other node."""
+    token = node.meta.get("token")
+    assert token is None or isinstance(token, Token)
+    return token
+
+
+def tokens_of(graph: fx.Graph) -> dict[Place, fx.Node]:
+    """The placeholders of a graph for tokens."""
+    inputs = ((node, token_of(node)) for node in graph.find_nodes(op="placeholder"))
+    return {token.place: node for node, token in inputs if token is not None}
+
+
+def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
+    """The placeholder of a graph for a token, created if missing."""
+    return tokens_of(graph).get((bucket.key, part)) or add(graph, bucket, part)
+
+
+def add(graph: fx.Graph, bucket: Bucket, part: Part, before: fx.Node | None = None) -> fx.Node:
+    """A new placeholder for a token without one.
+
+    Args:
+        before: the first node of the graph that is not a placeholder, if known.
+    """
+    first = before or next((n for n in graph.nodes if n.op != "placeholder"), None)
+    name = f"{part.value}_{bucket.suffix}"
+    with graph.inserting_before(first):
+        made: fx.Node = graph.create_node("placeholder", name, name=name)
+    made.meta["token"] = Token(bucket, part)
+    return made
+
+
+def written(node: fx.Node) -> list[Place]:
+    """The parts that an op writes, in its order."""
+    subject: Any = node.args[0] if node.args else None
+    return [(subject.key, part) for part in ops.effects(node).writes]
+
+
+def given(graph: fx.Graph) -> dict[Place, fx.Node]:
+    """The tokens that a graph returns last: the last write of each part."""
+    return {place: node for node in ops.returned(graph)[-1] for place in written(node)}
+
+
+# Values passed between graphs.
+
 Handed = Place | tuple[int, str]  # a part of a bucket, or the id of a schedule and a value's name
 
 
@@ -105,3 +179,72 @@ def makers(schedule: Schedule) -> Mapping[Handed, Maker]:
     """
     found = ((name, handed(schedule, name)) for name in schedule.graphs)
     return {what: (name, node) for name, made in found for what, node in made.items()}
+
+
+# Collectives, which all ranks must issue identically.
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The collectives of one graph."""
+
+    graph: str  # "forward of Net"
+    ops: tuple[str, ...]  # "3ALL_GATHER@1 of layers.3 (774 KiB)", each
+    digest: str  # hash of the graph's kind and ops; equal in all ranks
+
+    @staticmethod
+    def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
+        """The collectives of a schedule's graph.
+
+        Args:
+            kind: "forward", "backward" or "update".
+            name: the schedule's name.
+        """
+        nodes = ops.nodes_that(graph, ops.alike)
+        facts = [f"{kind}\n", *(f"{_shown(n)} {_moved_bytes(n)} {_averaged(n)}\n" for n in nodes)]
+        digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
+        return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
+
+    def at(self, issued: int) -> str:
+        """The op after the first `issued` ones, as named in errors."""
+        if not self.ops:
+            return self.graph
+        return f"{self.ops[min(issued, len(self.ops) - 1)]} of the {self.graph}"
+
+
+def first_difference(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[int, str, str] | None:
+    """The first difference of two sequences of collectives: its position, and both ops."""
+    for i in range(max(len(a), len(b))):
+        here = a[i] if i < len(a) else "none"
+        there = b[i] if i < len(b) else "none"
+        if here != there:
+            return i, here, there
+    return None
+
+
+def _moved_bytes(node: fx.Node) -> int:
+    gathered = ops.effects(node).gathered
+    return ops.copied_bytes(node) if gathered is None else gathered(node)
+
+
+def _shown(node: fx.Node) -> str:
+    """The op as named in errors; lists the parameters if it averages only some of a bucket's
+    gradients."""
+    bucket = ops.arguments(node)[0]
+    size, names = format_bytes(_moved_bytes(node)), _averaged(node)
+    some = f": {', '.join(names)}" if 0 < len(names) < len(bucket.params) else ""
+    return f"{ops.label(node)} of {bucket.name!r} ({size}{some})"
+
+
+def _averaged(node: fx.Node) -> tuple[str, ...]:
+    """The parameters whose gradients an op averages, by name."""
+    sums = node.target in (ops.reduce_scatter, ops.all_reduce)
+    gradients = taken(node, Value.GRADIENTS) if sums else None
+    if gradients is not None and node.target is ops.all_reduce:
+        gradients = ops.scattered(gradients)
+    call = None if gradients is None else producer(gradients)
+    if call is None or call.target is not ops.backward:
+        return ()
+    stage, bucket = ops.arguments(call)[0], ops.arguments(node)[0]
+    places = (param for key, param in stage.gradient_params if key == bucket.key)
+    return tuple(bucket.params[place].name for place in sorted(places))

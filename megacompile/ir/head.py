@@ -94,11 +94,9 @@ def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: An
 register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(_flops)
 
 
-def _fake_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(gradient, dtype=dtype)
-
-
-torch.library.register_fake(SCALE, _fake_scale)
+torch.library.register_fake(
+    SCALE, lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype)
+)
 
 
 def linear_cross_entropy(
@@ -130,24 +128,14 @@ def linear_cross_entropy(
         bias = None if bias is None else _autocast(bias, low)
     rows = hidden.reshape(-1, hidden.shape[-1])
     compat.check(rows.shape[0] == target.numel())
+    options = (ignore_index, label_smoothing, mean, chunk_rows, torch.is_grad_enabled())
     with torch.autocast(kind, enabled=False):
-        loss: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
-            rows,
-            weight,
-            bias,
-            target.reshape(-1),
-            class_weight,
-            ignore_index,
-            label_smoothing,
-            mean,
-            chunk_rows,
-            torch.is_grad_enabled(),
-        )
+        loss: Tensor = _Loss.apply(rows, weight, bias, target.reshape(-1), class_weight, *options)  # type: ignore[no-untyped-call]
         return loss.to(dtype)
 
 
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """True if autocast applies; it does not change float64."""
+    """The tensor as autocast casts it; it does not change float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
@@ -160,32 +148,21 @@ class _Loss(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
-        ignore_index: int,
-        label_smoothing: float,
-        mean: bool,
-        chunk_rows: int,
-        gradients: bool,
+        *options: Any,
     ) -> Tensor:
+        ignore_index, label_smoothing, mean, chunk_rows, gradients = options
         wanted = [gradients and needed for needed in ctx.needs_input_grad[:GRADIENTS]]
+        tensors = (rows, weight, bias, target, class_weight)
+        numbers = (ignore_index, label_smoothing, chunk_rows)
         found: list[Tensor]
         total: Tensor
-        total, *found = torch.ops.megacompile.linear_cross_entropy(
-            rows,
-            weight,
-            bias,
-            target,
-            class_weight,
-            ignore_index,
-            label_smoothing,
-            chunk_rows,
-            *wanted,
-        )
+        total, *found = torch.ops.megacompile.linear_cross_entropy(*tensors, *numbers, *wanted)
         ctx.wanted, ctx.mean = wanted, mean
         ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         if not mean:
             ctx.save_for_backward(*found)
             return total
-        valid = target != ignore_index
+        valid: Tensor = target != ignore_index
         over = valid.sum().to(total.dtype)
         if class_weight is not None:
             over = class_weight[torch.where(valid, target, 0)].mul(valid).sum().to(total.dtype)

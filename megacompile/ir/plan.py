@@ -1,9 +1,10 @@
 """Plans as data: a row per bucket for its place and its updater, and a row per stage for its saved
 tensors and their place.
 
-    Choice     the variables of a search: a table of buckets, and the numbers of kept, offloaded,
-    ... stages Plan       the input of passes: the choice expanded for the buckets and stages of a
-    schedule Placement  the runtime's state: the table of the buckets' current places
+- `Choice`: the variables of a search, a table of buckets and the numbers of kept, offloaded, ...
+  stages;
+- `Plan`: the input of passes, the choice expanded for the buckets and stages of a schedule;
+- `Placement`: the runtime's state, the table of the buckets' current places.
 
 `megacompile.passes.schedule.make_plan` expands a `Choice` to a `Plan`.
 """

@@ -22,7 +22,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.capture import InputView
 from megacompile.ir.plan import Plan
 from megacompile.ir.stages import Stage, Template
-from megacompile.ir.symbols import Symbols
+from megacompile.ir.tensors import Symbols
 
 VIEWS: dict[str, Callable[..., Any]] = {}  # by name; filled by `megacompile.views`
 
@@ -49,7 +49,7 @@ class Schedule:
     saved values: the values of the backward's placeholders with the same names, and values for a
     backward of other outputs. A backward returns gradients, and values left on the device for the
     update's placeholders with the same names. `optimizer.step()` runs the update; if the backward
-    updates, there is no update graph. `megacompile.ir.tokens` describes the waits between graphs.
+    updates, there is no update graph. `megacompile.ir.edges` describes the waits between graphs.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The meaning of the inputs and outputs of a schedule's graphs: by explicit ids, never by names.
 
 A forward's placeholder has the position of the captured graph's input; a backward's tangent has the
-position of its output. Tokens are in `megacompile.ir.tokens`; every other placeholder is a value of
+position of its output. Tokens are in `megacompile.ir.edges`; every other placeholder is a value of
 the previous graph with the same name. A backward's placeholder may be *live*: a model input that a
 backward writes, with its current memory.
 """

@@ -12,8 +12,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.symbols import Number, Symbols, Values
-from megacompile.ir.tensors import Meta, TensorMeta
+from megacompile.ir.tensors import Meta, Number, Symbols, TensorMeta, Values
 
 
 @dataclass(frozen=True, slots=True)

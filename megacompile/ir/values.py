@@ -1,11 +1,18 @@
-"""The values of a schedule's graphs: their producers, memory and readers."""
+"""The values of a schedule's graphs: their producers, memory, readers and lifetimes.
+
+`owns` and `memory` determine which value owns which memory. Three users of lifetimes have separate
+implementations: `passes/schedule/free` chooses where the compute stream frees memory without a
+wait; `verify/memory_checks` proves from the graph alone that frees come after readers in every
+interleaving; `cost/memory` replays the frees over all graphs of a step, because values also share
+memory inside stages, which only the stages' code shows.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import sympy
 from torch import fx
@@ -17,6 +24,8 @@ from megacompile.ir.ops import Value, effects
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, SavedRef
 from megacompile.ir.tensors import TensorMeta
+
+T = TypeVar("T")
 
 
 def producer(node: fx.Node) -> fx.Node:
@@ -48,6 +57,31 @@ def memory(node: fx.Node) -> fx.Node:
         seen.add(source)
         node = source
     return node
+
+
+def sharing(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that alias the same memory, in program order, by the value that allocated it."""
+    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        found[memory(node)].append(node)
+    return found
+
+
+def outliving(graph: fx.Graph) -> set[fx.Node]:
+    """The values whose memory outlives a graph, because it returns them or an alias."""
+    returned = set(graph.output_node().all_input_nodes)
+    filled = {memory(node) for node in returned if effects(node).fills is not None}
+    return returned.union(node for node in graph.nodes if filled and memory(node) in filled)
+
+
+def endings(steps: Sequence[Collection[T]]) -> list[set[T]]:
+    """The values that each step uses last.
+
+    Args:
+        steps: the values that each step uses or defines.
+    """
+    last = {value: i for i, used in enumerate(steps) for value in used}
+    return [{value for value in used if last[value] == i} for i, used in enumerate(steps)]
 
 
 def underlying_inputs(schedule: Schedule) -> dict[str, str]:

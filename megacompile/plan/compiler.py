@@ -22,7 +22,7 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.symbols import Values
+from megacompile.ir.tensors import Values
 from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.update_graph import rest_of
 from megacompile.passes.stages.numbers import resize

@@ -6,7 +6,7 @@ What must hold for the parts of buckets that ops read and write, across all grap
 - a write waits for all earlier reads and writes;
 - memory that a backward leaves is freed after the copies out of it.
 
-[Note: cycle] The graphs of a schedule are ordered by tokens (`megacompile.ir.tokens`), by the
+[Note: cycle] The graphs of a schedule are ordered by tokens (`megacompile.ir.edges`), by the
 values that the backward leaves for the update, and by the in-order streams, which all graphs share.
 The cycle starts after a step of another schedule, which may have written every part: an update of
 each bucket, then its gradients. Then run forward, backward, update, forward and backward. If
@@ -31,13 +31,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.edges import Handed, handed, stands_for
-from megacompile.ir.liveness import sharing
+from megacompile.ir.edges import Handed, Place, handed, stands_for, token_of, written
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, token_of, written
-from megacompile.ir.values import bucket_of, label, memory, producer, reads
+from megacompile.ir.values import bucket_of, label, memory, producer, reads, sharing
 from megacompile.verify.hazard import Hazard, HazardKind, View, walk
 
 
@@ -55,13 +53,12 @@ class Access:
         `before`."""
         return self.run != run and not before & self.bit
 
-    def named(self, reader: str) -> tuple[str, str]:
-        """Names of this access in a message of graph `reader`: the first, and on repetition."""
+    def named(self, reader: str) -> str:
+        """The name of this access in a message of graph `reader`."""
         if self.node is None:
-            return "an earlier schedule", "that"
+            return "an earlier schedule"
         name = label(self.node)
-        again = name if name[0].isdigit() else "that"
-        return (name if self.graph == reader else f"{name} of the {self.graph}"), again
+        return name if self.graph == reader else f"{name} of the {self.graph}"
 
 
 def hazards(views: list[View]) -> Iterator[Hazard]:
@@ -173,10 +170,15 @@ class _Cycle:
                 *((reader, "read") for reader in self.readers[place]),
                 *((writer, "write") for writer in [self.writer.get(place)] if writer is not None),
             ]
-            for other, does in earlier:
-                if other.races(self.runs, before):
-                    yield self._written_too_early(view, node, bucket, part, other, does)
-                    break
+            race = next((each for each in earlier if each[0].races(self.runs, before)), None)
+            if race is not None:
+                other, does = race
+                message = (
+                    f"{label(node)} writes the {part.value} of bucket {bucket.label}, which "
+                    f"{other.named(view.name)} may still {does}: no edge orders that before it; "
+                    f"let {label(node)} wait for a token, or an op, that comes after it"
+                )
+                yield view.hazard(HazardKind.WRITTEN_TOO_EARLY, node, other.node, message)
         for part in op.reads:
             self.readers[bucket.key, part].append(access)
         for part in op.writes:
@@ -190,23 +192,11 @@ class _Cycle:
         fix = f"add after=({_token(bucket, part)}) to it"
         if (bucket.key, part) in {each.place for each in tokens}:
             fix = f"let the {writer.graph or 'earlier schedule'} return it"
-        other, again = writer.named(view.name)
         message = (
-            f"{label(node)} reads the {part.value} of bucket {bucket.label}, which {other} may "
-            f"still write: no edge orders {again} before it; {fix}"
+            f"{label(node)} reads the {part.value} of bucket {bucket.label}, which "
+            f"{writer.named(view.name)} may still write: no edge orders that before it; {fix}"
         )
         return view.hazard(HazardKind.READ_TOO_EARLY, node, writer.node, message)
-
-    def _written_too_early(
-        self, view: View, node: fx.Node, bucket: Bucket, part: Part, earlier: Access, does: str
-    ) -> Hazard:
-        other, again = earlier.named(view.name)
-        message = (
-            f"{label(node)} writes the {part.value} of bucket {bucket.label}, which {other} may "
-            f"still {does}: no edge orders {again} before it; let {label(node)} wait for a "
-            "token, or an op, that comes after it"
-        )
-        return view.hazard(HazardKind.WRITTEN_TOO_EARLY, node, earlier.node, message)
 
     # Values that a backward leaves.
 
@@ -230,8 +220,7 @@ class _Cycle:
                     token = ", ".join(_token(ops.bucket_of(copy), p) for _, p in written(copy))
                     message = (
                         f"{root.name} is freed while {label(copy)} of the backward may still read "
-                        f"it: no edge orders {label(copy)} before its free; add after=({token}) to "
-                        "it"
+                        f"it: no edge orders that before its free; add after=({token}) to it"
                     )
                     yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
 

@@ -19,57 +19,59 @@ from megacompile.ir.values import copied_away, left_by_backward, producer
 
 
 class HazardKind(enum.Enum):
-    """The ways in which a schedule can corrupt, lose or leak values."""
+    """The ways in which a schedule can corrupt, lose or leak values, each with its usual fix."""
 
-    ARGUMENTS = "arguments"  # a stage is run with too few or too many arguments
-    WRONG_ARGUMENT = "wrong argument"  # the backward reads a different value than the forward
-    MISSING_WEIGHTS = "missing weights"  # a compute does not get a bucket that it reads
-    WRONG_WEIGHTS = "wrong weights"  # a compute gets the weights of another bucket
-    UNKNOWN_SLOT = "unknown slot"  # a bucket is assigned to a nonexistent slot
-    SLOT_TOO_SMALL = "slot too small"  # a bucket does not fit into its slot
+    fix: str
+
+    def __new__(cls, words: str, fix: str = "") -> HazardKind:
+        """A kind whose value is its words."""
+        kind = object.__new__(cls)
+        kind._value_, kind.fix = words, fix
+        return kind
+
+    ARGUMENTS = "arguments", "pass what its template takes"
+    WRONG_ARGUMENT = "wrong argument", "pass the value that was made for it"
+    MISSING_WEIGHTS = "missing weights", "prefetch the bucket and pass it"
+    WRONG_WEIGHTS = "wrong weights", "pass a prefetch of its own bucket"
+    UNKNOWN_SLOT = "unknown slot", "raise slots"
+    SLOT_TOO_SMALL = "slot too small", "make the slot as large as its largest bucket"
     SLOT_OVERWRITTEN = "slot overwritten"  # write after read: a reader may still run
-    SLOT_REFILLED = "slot refilled"  # read after write: another bucket may be there by then
-    BEFORE_BEGIN = "before begin"  # a slot is filled while an earlier schedule may read it
-    NOT_REUSED = "not reused"  # a slot lacks the bucket that a graph expects there
-    SAVED_VALUES = (
-        "saved values"  # the forward does not return the values of the backward's placeholders
-    )
-    USE_BEFORE_MADE = "use before made"  # an op takes a value that a later op returns
-    USE_AFTER_FREE = "use after free"  # an op takes a value that an earlier op freed
-    FREED_TOO_EARLY = "freed too early"  # free after use: a reader on another stream may still run
-    DOUBLE_FREE = "double free"  # a value is freed twice
-    NOT_OWNED = "not owned"  # the freed value has no memory of its own (weights, an event)
-    LEAK = "leak"  # a value is neither freed nor returned
-    CHANGED_IN_PLACE = "changed in place"  # a reader of the old value may run after `assign`
-    CHANGE_LOST = "change lost"  # an in-place change of a stage does not reach its input
-    WRONG_SAVED = "wrong saved"  # a backward takes another stage's saved tensors
-    NOT_OFFLOADED = "not offloaded"  # a fetch takes a value that no offload of the forward returned
-    OFFLOAD_LOST = "offload lost"  # a value goes to the host, but the backward cannot find it
-    ON_HOST = "on host"  # a compute takes a value's copy on the host
-    WRONG_RNG = "wrong rng"  # a recompute would draw different random numbers than the forward
-    GRADIENTS_NOT_READY = "gradients not ready"  # offloaded before every backward has added to them
-    WRONG_GRADIENTS = "wrong gradients"  # gradients of another bucket
-    GRADIENTS_LOST = (
-        "gradients lost"  # gradients are not offloaded, or an offload overwrites others
-    )
-    GRADIENTS_REFILLED = "gradients refilled"  # a pinned buffer is overwritten before it was read
-    WRONG_BUFFER = (
-        "wrong buffer"  # gradients so far or states are fetched into another bucket's memory
-    )
-    WRONG_STATE = "wrong state"  # an update takes states of another bucket, or old ones
-    STATE_LOST = "state lost"  # an update's result is not offloaded
-    UPDATED_TOO_EARLY = "updated too early"  # a later op reads the old values of the bucket
+    SLOT_REFILLED = "slot refilled", "raise slots, lower lookahead, or fill the slot later"
+    BEFORE_BEGIN = "before begin", "add after=(BEGIN) to it"  # an earlier schedule may read
+    NOT_REUSED = "not reused", "correct schedule.reused, or prefetch it"
+    SAVED_VALUES = "saved values", "let schedule.saved_values list them"
+    USE_BEFORE_MADE = "use before made", "move it after that"
+    USE_AFTER_FREE = "use after free", "free it later"
+    FREED_TOO_EARLY = "freed too early"  # a reader on another stream may still run
+    DOUBLE_FREE = "double free", "drop a free"
+    NOT_OWNED = "not owned", "drop its free"  # it has no memory of its own (weights, an event)
+    LEAK = "leak", "free it after its last reader"
+    CHANGED_IN_PLACE = "changed in place", "let it read a snapshot made before"
+    CHANGE_LOST = "change lost", "assign the value that the stage returns for it"
+    WRONG_SAVED = "wrong saved", "pass that of its forward or its recompute"
+    NOT_OFFLOADED = "not offloaded", "pass what an offload, or a read after a write, returned"
+    OFFLOAD_LOST = "offload lost", "return it as a saved value"
+    ON_HOST = "on host", "pass the value, or the result of a fetch"
+    WRONG_RNG = "wrong rng", "save it directly before its forward, and pass it"
+    GRADIENTS_NOT_READY = "gradients not ready", "take those of the last backward that adds"
+    WRONG_GRADIENTS = "wrong gradients", "pass those of its own bucket or value"
+    GRADIENTS_LOST = "gradients lost", "offload them once, or fetch and add them"
+    GRADIENTS_REFILLED = "gradients refilled", "write after the last reader"
+    WRONG_BUFFER = "wrong buffer", "give each op its own"
+    WRONG_STATE = "wrong state", "pass the states of its bucket"
+    STATE_LOST = "state lost", "update and offload once"
+    UPDATED_TOO_EARLY = "updated too early", "update after the last reader"
     READ_TOO_EARLY = "read too early"  # an earlier graph may still write what an op reads
     WRITTEN_TOO_EARLY = "written too early"  # an earlier graph may still use what an op writes
-    WRONG_TOKEN = "wrong token"  # a graph returns or takes a token that is not the last writer's
-    NOT_UPDATED = "not updated"  # a bucket gets gradients, but no op updates it
-    WRONG_UPDATE = "wrong update"  # without gradients, for the second time, or in the wrong place
-    LEFT_BEHIND = "left behind"  # the backward leaves other values than the update takes
-    NOT_READ = "not read"  # states or parameters on a disk are used before they are read
-    NOT_WRITTEN = "not written"  # new states or parameters of a bucket on a disk do not reach it
+    WRONG_TOKEN = "wrong token", "use the last write of a part of a bucket"
+    NOT_UPDATED = "not updated", "update it once, in the backward or in the update"
+    WRONG_UPDATE = "wrong update", "drop it, or move it to the place of its bucket"
+    LEFT_BEHIND = "left behind", "let schedule.left, the backward and the update agree"
+    NOT_READ = "not read", "name one read of its bucket, which no other op names"
+    NOT_WRITTEN = "not written", "write them after this"
     TOO_MANY_BUFFERS = "too many buffers"  # more are in use for the disk than exist
-    RANKS_DIFFER = "ranks differ"  # ranks issue different collectives, or in a different order
-    WRONG_HELP = "wrong help"  # the device helps with an update that the host does not run
+    RANKS_DIFFER = "ranks differ", "use one plan for all ranks"
+    WRONG_HELP = "wrong help", "name updates of the host, each once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,11 @@ class View:
     def hazard(
         self, kind: HazardKind, node: fx.Node, other: fx.Node | None, message: str
     ) -> Hazard:
-        """A hazard that affects `node` and is caused by `other`."""
+        """A hazard that affects `node` and is caused by `other`. The message ends with the kind's
+        fix unless it has one of its own, after a semicolon."""
         nodes = [producer(n) for n in (node, other) if n is not None]
         labels = [ops.label(n) for n in nodes] + [""]
-        text = f"{self.name}: {message}"
+        text = f"{self.name}: {message}" + ("" if "; " in message else f"; {kind.fix}")
         return Hazard(kind, self.name, labels[0], labels[1], text, tuple(dict.fromkeys(nodes)))
 
     def nodes(self, *targets: Callable[..., Any]) -> list[fx.Node]:

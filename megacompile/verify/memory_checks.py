@@ -19,13 +19,22 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.liveness import outliving, sharing
+from megacompile.ir.buckets import Slot
+from megacompile.ir.edges import token_of
 from megacompile.ir.ops import Op, Value
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import token_of
-from megacompile.ir.values import kind_of, label, memory, named, owns, producer, reads
+from megacompile.ir.values import (
+    kind_of,
+    label,
+    memory,
+    named,
+    outliving,
+    owns,
+    producer,
+    reads,
+    sharing,
+)
 from megacompile.text import format_bytes
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
@@ -38,7 +47,11 @@ def _slot(node: fx.Node) -> Slot:
     return slot if isinstance(slot, Slot) else Slot(-1, 0)  # None: the `slots` pass has not run
 
 
-def _holds(op: Op) -> bool:
+def _place(node: fx.Node) -> tuple[int, int]:
+    return _slot(node).index, ops.bucket_of(node).key
+
+
+def _held(op: Op) -> bool:
     """True if the op takes a bucket that is already in a slot."""
     return op.slot is not None and not op.fills_slot
 
@@ -47,29 +60,16 @@ def _frees(op: Op) -> bool:
     return op.frees is not None
 
 
-def _bucket(node: fx.Node) -> Bucket:
-    bucket = ops.bucket_of(node)
-    assert isinstance(bucket, Bucket)
-    return bucket
-
-
 def _slots_fit(view: View) -> Iterator[Hazard]:
     sizes = {slot.index: slot.size_bytes for slot in view.schedule.slots}
     for node in view.that(lambda op: op.slot is not None):
-        bucket, slot = _bucket(node), _slot(node)
+        bucket, slot = ops.bucket_of(node), _slot(node)
         where = f"{label(node)} takes bucket {bucket.label} of {format_bytes(bucket.size_bytes)}"
         if slot.index not in sizes:
-            message = (
-                f"{where} to slot {slot.index}, but the schedule has {sorted(sizes)}; raise slots"
-            )
+            message = f"{where} to slot {slot.index}, but the schedule has {sorted(sizes)}"
             yield view.hazard(HazardKind.UNKNOWN_SLOT, node, None, message)
-            continue
-        size_bytes = min(sizes[slot.index], slot.size_bytes)
-        if size_bytes < bucket.size_bytes:
-            message = (
-                f"{where} to slot {slot.index} of {format_bytes(size_bytes)}; make the slot as "
-                "large as its largest bucket"
-            )
+        elif (size := min(sizes[slot.index], slot.size_bytes)) < bucket.size_bytes:
+            message = f"{where} to slot {slot.index} of {format_bytes(size)}"
             yield view.hazard(HazardKind.SLOT_TOO_SMALL, node, None, message)
 
 
@@ -78,27 +78,22 @@ def _slots_in_order(view: View) -> Iterator[Hazard]:
 
     Checking neighbors is enough: prefetches share a stream, so an op before one is before the next.
     """
-    held: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in view.that(_holds):
-        held[_slot(node).index].append(node)  # filled before this graph
-    prefetches: dict[int, list[fx.Node]] = defaultdict(list)
+    contents: dict[int, list[list[fx.Node]]] = defaultdict(lambda: [[]])
+    for node in view.that(_held):
+        contents[_slot(node).index][0].append(node)  # filled before this graph
     for node in view.that(lambda op: op.fills_slot):
-        prefetches[_slot(node).index].append(node)
-    for index, filled in prefetches.items():
-        yield from _after_begin(view, filled[0])
-        contents = [held[index], *([node] for node in filled)]
-        for content, following in zip(contents, filled, strict=False):
-            yield from _readers_done(view, content, following)
-
-
-def _after_begin(view: View, first: fx.Node) -> Iterator[Hazard]:
+        contents[_slot(node).index].append([node])
     begin = next(iter(view.that(lambda op: op.begins)), None)
-    if begin is None or not view.order.before(begin, first):
-        message = (
-            f"{label(first)} is the first to fill slot {_slot(first).index}, which an earlier "
-            "schedule may still read: no edge orders BEGIN before it; add after=(BEGIN) to it"
-        )
-        yield view.hazard(HazardKind.BEFORE_BEGIN, first, begin, message)
+    for index, of_slot in contents.items():
+        if len(of_slot) > 1 and not (begin and view.order.before(begin, of_slot[1][0])):
+            first = of_slot[1][0]
+            message = (
+                f"{label(first)} is the first to fill slot {index}, which an earlier schedule may "
+                "still read: no edge orders BEGIN before it"
+            )
+            yield view.hazard(HazardKind.BEFORE_BEGIN, first, begin, message)
+        for content, (following,) in zip(of_slot, of_slot[1:], strict=False):
+            yield from _readers_done(view, content, following)
 
 
 def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Iterator[Hazard]:
@@ -106,17 +101,13 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
 
     An `all_gather`, which fills the rest of a slot, counts as a reader of its part.
     """
-    users = [(n, w) for w in content for n in w.users if w in reads(n)]
-    readers = [(n, w) for n, w in users if n is not following]
+    readers = [(n, w) for w in content for n in w.users if w in reads(n) and n is not following]
     readers.sort(key=lambda pair: view.order.position[pair[0]])
     early = [pair for pair in readers if view.order.issued_before(pair[0], following)]
     late = [pair for pair in readers if not view.order.issued_before(pair[0], following)]
     fill = label(following)
     for reader, weights in late[:1]:
-        message = (
-            f"{_reading(reader, weights)}, but {fill} may have filled it by then; raise slots, "
-            f"lower lookahead, or move {fill} after {label(reader)}"
-        )
+        message = f"{_reading(reader, weights)}, but {fill} may have filled it by then"
         yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
     for reader, weights in early[-1:]:  # compute is one stream: the others are before it
         if not view.order.before(reader, following):
@@ -130,11 +121,11 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
 def _reading(reader: fx.Node, weights: fx.Node) -> str:
     stage = reader.args[0]
     name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
-    where = f"bucket {_bucket(weights).label} in slot {_slot(weights).index}"
+    where = f"bucket {ops.bucket_of(weights).label} in slot {_slot(weights).index}"
     return f"{label(reader)} reads {name}{where}"
 
 
-def _held(view: View) -> Iterator[Hazard]:
+def _reused(view: View) -> Iterator[Hazard]:
     """The forward leaves the buckets of `schedule.reused` in its slots; the backward reuses only
     these.
 
@@ -143,51 +134,31 @@ def _held(view: View) -> Iterator[Hazard]:
     """
     promised = {(index, bucket.key) for index, bucket in view.schedule.reused}
     if view.name == "forward":
-        yield from _left(view)
+        left = {_slot(node).index: node for node in view.that(lambda op: op.slot is not None)}
+        for index, bucket in view.schedule.reused:
+            last = left.get(index)
+            if last is None or ops.bucket_of(last).key != bucket.key:
+                message = (
+                    f"it does not leave bucket {bucket.label} in slot {index} for what follows"
+                )
+                where = view.graph.output_node() if last is None else last
+                yield view.hazard(HazardKind.NOT_REUSED, where, None, message)
         if view.schedule.backward is not None:
             promised = set()
-    for node in view.that(_holds):
-        if (_slot(node).index, _bucket(node).key) not in promised:
-            message = (
-                f"{label(node)} needs bucket {_bucket(node).label} in slot "
-                f"{_slot(node).index}, but no forward leaves it there; prefetch it instead"
-            )
+    for node in view.that(_held):
+        if _place(node) not in promised:
+            message = f"{label(node)} needs its bucket in a slot, where no forward leaves it"
             yield view.hazard(HazardKind.NOT_REUSED, node, None, message)
-
-
-def _left(view: View) -> Iterator[Hazard]:
-    left = {_slot(node).index: node for node in view.that(lambda op: op.slot is not None)}
-    follows = "next forward" if view.schedule.backward is None else "backward"
-    for index, bucket in view.schedule.reused:
-        last = left.get(index)
-        if last is None or _bucket(last).key != bucket.key:
-            got = "nothing" if last is None else f"bucket {_bucket(last).label}"
-            message = (
-                f"the {follows} expects bucket {bucket.label} in slot {index}, but the forward "
-                f"leaves {got} there; correct schedule.reused, or prefetch it in the {follows}"
-            )
-            where = view.graph.output_node() if last is None else last
-            yield view.hazard(HazardKind.NOT_REUSED, where, None, message)
 
 
 def _gathers_in_place(view: View) -> Iterator[Hazard]:
     """A gather takes this rank's part of its own bucket from its own slot."""
     for node in view.that(lambda op: op.stream is Stream.COMM and op.fills_slot):
-        bucket, slot, part = ops.arguments(node)
-        if kind_of(part) is not Value.SHARD:
-            continue  # reported by the check of arguments
-        given: Any = ops.arguments(part)
-        if _place(given[0], given[1]) != _place(bucket, slot):
-            message = (
-                f"{label(node)} takes the part that {label(part)} fetched: bucket "
-                f"{given[0].label} in slot {given[1].index}, but it fills slot {slot.index} with "
-                f"bucket {bucket.label}; pass a prefetch of that"
-            )
+        part = ops.arguments(node)[2]
+        # another kind of value is reported by the check of arguments
+        if kind_of(part) is Value.SHARD and _place(part) != _place(node):
+            message = f"{label(node)} takes the part that {label(part)} fetched to another place"
             yield view.hazard(HazardKind.WRONG_WEIGHTS, node, part, message)
-
-
-def _place(bucket: Bucket, slot: Slot) -> tuple[int, int]:
-    return bucket.key, slot.index
 
 
 # Lifetimes.
@@ -199,10 +170,10 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
     for node in view.that(_frees):
         value: Any = node.args[0]
         if value in frees:
-            message = f"{named(value)} is freed twice; drop one of its frees"
+            message = f"{named(value)} is freed twice"
             yield view.hazard(HazardKind.DOUBLE_FREE, value, node, message)
         elif not owns(value) and (value.op != "placeholder" or token_of(value) is not None):
-            message = f"{label(value)} owns no memory, yet it is freed; drop its free"
+            message = f"{label(value)} owns no memory, yet it is freed"
             yield view.hazard(HazardKind.NOT_OWNED, value, node, message)
         else:
             frees[value] = node
@@ -213,12 +184,10 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
         for name in owners:
             if name in lasting:
                 if name in frees:
-                    message = f"{named(name)} is freed, but it is returned; drop its free"
+                    message = f"{named(name)} is freed, but it is returned"
                     yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
             elif (owns(name) or name in view.left) and name not in frees:
-                message = (
-                    f"{named(name)} is neither freed nor returned; free it after its last reader"
-                )
+                message = f"{named(name)} is neither freed nor returned"
                 yield view.hazard(HazardKind.LEAK, name, None, message)
 
 
@@ -230,21 +199,14 @@ def _used_after_free(
             if name in frees and view.order.issued_before(frees[name], user):
                 if _frees(ops.effects(user)) and user.args[0] is name:
                     continue  # a double free, reported elsewhere
-                message = (
-                    f"{label(user)} takes {named(name)}, which is freed before it; "
-                    f"free it after {label(user)}"
-                )
+                message = f"{label(user)} takes {named(name)}, which is freed before it"
                 yield view.hazard(HazardKind.USE_AFTER_FREE, user, name, message)
     releases = [frees[name] for name in shared if name in frees]
     if not releases or len(releases) < len(shared):
         return
     release = max(releases, key=view.order.position.__getitem__)
-    kept_for = {
-        n
-        for defer_free in releases
-        if not ops.effects(defer_free).waits
-        for n in _after(defer_free)
-    }
+    deferred = [free for free in releases if not ops.effects(free).waits]
+    kept_for = {producer(n) for free in deferred for n in free.kwargs.get("after", ())}  # type: ignore[arg-type, union-attr]
     for name in shared:
         for user in name.users:
             if ops.stream_of(user) is Stream.COMPUTE or user in kept_for or name not in reads(user):
@@ -257,27 +219,18 @@ def _used_after_free(
                 yield view.hazard(HazardKind.FREED_TOO_EARLY, user, release, message)
 
 
-def _after(node: fx.Node) -> tuple[fx.Node, ...]:
-    after: Any = node.kwargs.get("after", ())
-    return tuple(map(producer, after))
-
-
 # Changes in place.
 
 
 def _assigns(view: View) -> Iterator[Hazard]:
     """The readers of a value's old version are before the op that changes it."""
     versions = sharing(view.graph)
-    for assign in view.that(_changes_anything):
+    # a buffer has only one consumer by its declaration
+    changing = view.that(lambda op: any(t.at == op.fills and t.kind is None for t in op.takes))
+    for assign in changing:
         for old in versions[memory(assign)]:
             if view.order.issued_before(old, assign):
                 yield from _read_before(view, old, assign)
-
-
-def _changes_anything(op: Op) -> bool:
-    """True if the op changes a value that others may read; a buffer has only one consumer by its
-    declaration."""
-    return any(takes.at == op.fills and takes.kind is None for takes in op.takes)
 
 
 def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
@@ -289,16 +242,12 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
         if old in reads(reader) and not view.order.before(reader, assign):
             message = (
                 f"{label(reader)} reads {old.name} as it was before {label(assign)} changes it, "
-                f"but no edge orders {label(reader)} before it; let it read a snapshot, or add "
-                f"after=({label(reader)}) to {label(assign)}"
+                f"but no edge orders {label(reader)} before it"
             )
             yield view.hazard(HazardKind.CHANGED_IN_PLACE, reader, assign, message)
     live = view.schedule.written  # the backward takes their memory in its current state
     if old.name in view.schedule.saved_values and old.name not in live and view.name == "forward":
-        message = (
-            f"the backward takes {old.name} as it was before {label(assign)} changes it; pass a "
-            "snapshot made before"
-        )
+        message = f"the backward takes {old.name} as it was before {label(assign)} changes it"
         yield view.hazard(HazardKind.CHANGED_IN_PLACE, old, assign, message)
 
 
@@ -306,7 +255,7 @@ CHECKS: tuple[Check, ...] = (
     _slots_fit,
     _slots_in_order,
     _gathers_in_place,
-    _held,
+    _reused,
     _lifetimes,
     _assigns,
 )

@@ -3,13 +3,12 @@ runs.
 
 What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
-- ops get the values that they read, and the backward gets those that the forward read:
+- ops get the values that they are meant for, and the backward gets those that the forward read:
   `verify.argument_checks`;
-- values reach the graphs and ops that they are meant for: `verify.flow_checks`;
 - memory is not reused while it is read, and ranks gather a bucket in the slot of its part:
   `verify.memory_checks`;
-- gradients reach the host once and complete: `verify.gradient_checks`;
-- `optimizer.step()` updates the buckets that got gradients, once: `verify.update_checks`;
+- gradients reach the host once and complete, and `optimizer.step()` updates the buckets that got
+  them, once: `verify.bucket_checks`;
 - tensors that wait on the host or on a disk are found there again: `verify.storage_checks`;
 - one graph waits for another's accesses to a bucket: `verify.cycle_checks`.
 
@@ -29,22 +28,20 @@ so their program orders, joined there, are an order in which all ops of all rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
-from megacompile.ir.collective_order import Collectives, first_difference
+from megacompile.ir.edges import Collectives, first_difference
 from megacompile.ir.schedule import Schedule
 from megacompile.verify import (
     argument_checks,
+    bucket_checks,
     cycle_checks,
-    flow_checks,
-    gradient_checks,
     memory_checks,
     storage_checks,
-    update_checks,
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 from megacompile.views.schedule_table import table
@@ -55,14 +52,12 @@ _CHECKS: tuple[Check, ...] = (
     *argument_checks.CHECKS,
     *memory_checks.CHECKS,
     *storage_checks.CHECKS,
-    *gradient_checks.CHECKS,
-    *flow_checks.CHECKS,
-    *update_checks.CHECKS,
+    *bucket_checks.CHECKS,
 )
 _JOINED = (
-    flow_checks.saved_values,
-    flow_checks.left_taken,
-    update_checks.updated_once,
+    argument_checks.saved_values,
+    argument_checks.left_taken,
+    bucket_checks.updated_once,
     cycle_checks.hazards,
 )
 
@@ -120,34 +115,20 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 def hazards_of_ranks(schedules: Sequence[Schedule]) -> list[Hazard]:
     """Hazards between ranks: the first difference of each rank from rank 0, by graph."""
     first, *others = schedules
-    return [
-        hazard
-        for rank, other in enumerate(others, 1)
-        for name in dict.fromkeys((*first.graphs, *other.graphs))
-        for hazard in _differences(name, first, other, rank)
-    ]
-
-
-def _differences(name: str, first: Schedule, other: Schedule, rank: int) -> Iterator[Hazard]:
-    mine, theirs = (_sequence(schedule, name) for schedule in (first, other))
-    texts = [
-        Collectives.of(s.graphs[name], name, s.name).ops if name in s.graphs else ()
-        for s in (first, other)
-    ]
-    difference = first_difference(*texts)
-    if difference is None:
-        return
-    i, here, there = difference
-    nodes = tuple(nodes[i] for nodes in (mine, theirs) if i < len(nodes))
-    labels = [ops.label(nodes[i]) if i < len(nodes) else "" for nodes in (mine, theirs)]
-    message = (
-        f"{name}: collective {i + 1} is {here} in rank 0, but {there} in rank {rank}; each rank "
-        "would wait for one that the other does not issue; use one plan for all ranks"
-    )
-    yield Hazard(HazardKind.RANKS_DIFFER, name, labels[0], labels[1], message, nodes)
-
-
-def _sequence(schedule: Schedule, name: str) -> list[fx.Node]:
-    if name not in schedule.graphs:
-        return []
-    return ops.nodes_that(schedule.graphs[name], ops.alike)
+    found = []
+    for rank, other in enumerate(others, 1):
+        for name in dict.fromkeys((*first.graphs, *other.graphs)):
+            each = [s.graphs.get(name, fx.Graph()) for s in (first, other)]
+            texts = [Collectives.of(graph, name, first.name).ops for graph in each]
+            if (difference := first_difference(*texts)) is not None:
+                i, here, there = difference
+                issued = [ops.nodes_that(graph, ops.alike)[i : i + 1] for graph in each]
+                mine, theirs = (ops.label(nodes[0]) if nodes else "" for nodes in issued)
+                message = (
+                    f"{name}: collective {i + 1} is {here} in rank 0, but {there} in rank {rank}; "
+                    "each rank would wait for one that the other does not issue; use one plan for "
+                    "all ranks"
+                )
+                nodes = tuple(issued[0] + issued[1])
+                found.append(Hazard(HazardKind.RANKS_DIFFER, name, mine, theirs, message, nodes))
+    return found

@@ -20,7 +20,7 @@ For states and parameters on a disk:
 - nothing else is read or written there.
 
 The order of reads and writes is checked for all parts of buckets: within a graph in
-`megacompile.verify.gradient_checks`, across graphs in `megacompile.verify.cycle_checks`.
+`megacompile.verify.bucket_checks`, across graphs in `megacompile.verify.cycle_checks`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def _offloads_returned(view: View) -> Iterator[Hazard]:
     for node in view.that(lambda op: op.to_backward):
         if node not in returned and not _written(node):
             message = (
-                f"{label(node)} moves {node.all_input_nodes[0].name} to where no "
-                f"backward finds it; return {node.name} as a saved value"
+                f"{label(node)} moves {node.all_input_nodes[0].name} where no backward finds it"
             )
             yield view.hazard(HazardKind.OFFLOAD_LOST, node, None, message)
 
@@ -54,13 +53,9 @@ def _offloads_returned(view: View) -> Iterator[Hazard]:
 def _fetches_match(view: View) -> Iterator[Hazard]:
     """Every fetched value is one that the forward offloaded, to the host or to a disk."""
     for node in view.that(lambda op: op.gives is Value.SAVED):
-        on_host = taken(node, Value.SAVED_ON_HOST)
-        assert on_host is not None
         if fetched_from(view.copies, node) is node:
             message = (
-                f"{label(node)} takes {named(on_host)}, which no offload of the forward returned, "
-                "so nothing orders the copy before it; pass an offload's saved value, or a read "
-                "of a value that the forward wrote to a disk"
+                f"{label(node)} takes {named(node.all_input_nodes[0])}, which waits for no copy"
             )
             yield view.hazard(HazardKind.NOT_OFFLOADED, node, None, message)
 
@@ -68,23 +63,14 @@ def _fetches_match(view: View) -> Iterator[Hazard]:
 def _read_on_the_device(view: View) -> Iterator[Hazard]:
     """Ops other than fetches take values in device memory."""
     names = elsewhere(view.schedule.forward)
-    for node in view.nodes():
-        if ops.effects(node).frees is not None:
-            continue
-        allowed = taken(node, Value.SAVED_ON_HOST), taken(node, Value.SAVED_ON_DISK)
+    copies = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
+    for node in view.that(lambda op: op.frees is None):
+        allowed = [taken(node, kind) for kind in copies]
         for value in reads(node):
-            if value not in allowed and _is_elsewhere(value, names):
-                message = (
-                    f"{label(node)} takes {value.name}, a copy on the host or on a disk; pass "
-                    "the value, or the result of a fetch"
-                )
+            is_copy = value.name in names if value.op == "placeholder" else False
+            if value not in allowed and (is_copy or effects(value).gives in copies):
+                message = f"{label(node)} takes {value.name}, a copy on the host or on a disk"
                 yield view.hazard(HazardKind.ON_HOST, node, value, message)
-
-
-def _is_elsewhere(value: fx.Node, names: dict[str, str]) -> bool:
-    if value.op == "placeholder":
-        return value.name in names
-    return ops.effects(value).gives in (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
 
 
 def _buffers(view: View) -> Iterator[Hazard]:
@@ -97,10 +83,7 @@ def _buffers(view: View) -> Iterator[Hazard]:
         users = [user for user in node.users if node in reads(user)]
         if len(users) != 1:
             others = ", ".join(map(label, users)) or "no op"
-            message = (
-                f"{label(node)} takes a buffer that one op must return, but its value goes to "
-                f"{others}; pass it to that op alone"
-            )
+            message = f"{label(node)} takes a buffer that {others} return; pass it to one op"
             yield view.hazard(HazardKind.WRONG_BUFFER, node, None, message)
             continue
         taken_still = [end for end in lent if not view.order.before(end, node)]
@@ -123,42 +106,38 @@ def _written(copy: fx.Node) -> bool:
 # States and parameters on a disk.
 
 
-_WORDS = {Part.STATES: ("states", "STATE"), Part.WEIGHTS: ("parameters", "WEIGHTS")}
-
-
 def _on_disk(view: View) -> Iterator[Hazard]:
     """Parts of buckets on a disk are used after a read and written after a change; no other parts
     are read or written there."""
     plan = view.schedule.plan
-    for part, keys, places in (
-        (Part.STATES, plan.on_disk, "are on the host"),
-        (Part.WEIGHTS, plan.weights_on_disk, "are elsewhere"),
-    ):
-        what, op_name = _WORDS[part]
+    for part, keys in ((Part.STATES, plan.on_disk), (Part.WEIGHTS, plan.weights_on_disk)):
         touching = view.that(lambda op, part=part: part in (*op.reads, *op.writes))  # type: ignore[misc]
         stored = [node for node in touching if effects(node).stored is not None]
         reads = [node for node in stored if ops.stream_of(node) is Stream.READ]
         writes = [node for node in stored if ops.stream_of(node) is Stream.WRITE]
         for node in stored:
             if ops.bucket_of(node).key not in keys:
-                message = f"{label(node)} touches a bucket whose {what} {places}; drop it"
+                message = (
+                    f"{label(node)} touches a bucket whose {part.value} are elsewhere; drop it"
+                )
                 yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
         of_disk = [node for node in touching if ops.bucket_of(node).key in keys]
         for node in of_disk:
             makes = part in effects(node).writes and node not in stored
             if makes and not any(view.order.before(node, write) for write in _of(node, writes)):
-                bucket = ops.bucket_of(node)
-                message = (
-                    f"{label(node)} makes new {what} of bucket {bucket.label}, which are on a "
-                    f"disk, but no {bucket.label}WRITE_{op_name} follows; write them"
-                )
+                message = f"{label(node)} makes new {part.value}, which no op writes to the disk"
                 yield view.hazard(HazardKind.NOT_WRITTEN, node, None, message)
-        if part is Part.STATES:
-            yield from _states_read(view, [n for n in of_disk if n not in reads], reads)
-        else:
+            if part is Part.STATES and node not in reads:
+                if not any(view.order.before(read, node) for read in _of(node, reads)):
+                    message = f"{label(node)} uses states on a disk, but no read is before it"
+                    yield view.hazard(HazardKind.NOT_READ, node, None, message)
+        if part is Part.WEIGHTS:
             users = [n for n in of_disk if n not in stored and part in effects(n).reads]
             yield from _weights_read(view, users, reads)
-            yield from _written_once(view, writes)
+            for k, node in enumerate(writes):
+                if _of(node, writes[:k]):
+                    message = f"{label(node)} runs twice, but there is one buffer"
+                    yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
 
 
 def _of(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
@@ -167,64 +146,26 @@ def _of(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
     return [other for other in others if ops.bucket_of(other).key == key]
 
 
-def _states_read(
-    view: View, users: Sequence[fx.Node], reads: Sequence[fx.Node]
-) -> Iterator[Hazard]:
-    for node in users:
-        if not any(view.order.before(read, node) for read in _of(node, reads)):
-            bucket = ops.bucket_of(node)
-            message = (
-                f"{label(node)} uses the states of bucket {bucket.label}, which are on a disk, but "
-                f"no edge orders {bucket.label}READ_STATE before it; add after=(rs{bucket.suffix},)"
-            )
-            yield view.hazard(HazardKind.NOT_READ, node, None, message)
-
-
 def _weights_read(
     view: View, users: Sequence[fx.Node], reads: Sequence[fx.Node]
 ) -> Iterator[Hazard]:
     """A prefetch or an update names its own read of its bucket."""
     taken: dict[fx.Node, fx.Node] = {}
     for node in users:
-        bucket, fetches = ops.bucket_of(node), effects(node).fills_slot
-        wanted = ops.read_weights if fetches else ops.read_trained
-        named = [
-            read
-            for read in node.all_input_nodes
-            if read in reads and read.target is wanted and ops.bucket_of(read).key == bucket.key
-        ]
-        for read in named:
+        wanted = ops.read_weights if effects(node).fills_slot else ops.read_trained
+        own = [n for n in _of(node, reads) if n.target is wanted and n in node.all_input_nodes]
+        for read in own:
             if read in taken:
-                message = (
-                    f"{label(node)} takes the buffer of {read.name}, which {label(taken[read])} "
-                    "has returned; read again"
-                )
+                message = f"{label(node)} takes the buffer that {label(taken[read])} has returned"
                 yield view.hazard(HazardKind.NOT_READ, node, taken[read], message)
             taken[read] = node
-        if len(named) != 1:
-            message = (
-                f"{label(node)} reads the parameters of bucket {bucket.label}, which are on a "
-                f"disk, but names {len(named)} of its reads; name one "
-                f"{bucket.label}{wanted.__name__.upper()}"
-            )
+        if len(own) != 1:
+            message = f"{label(node)} reads parameters on a disk, but names {len(own)} reads"
             yield view.hazard(HazardKind.NOT_READ, node, None, message)
     for read in reads:
         if read not in taken:
-            message = (
-                f"{label(read)} takes a buffer that is never returned, because no prefetch or "
-                "update names it; drop it, or name it"
-            )
+            message = f"{label(read)} takes a buffer that is never returned; name or drop it"
             yield view.hazard(HazardKind.LEAK, read, None, message)
-
-
-def _written_once(view: View, writes: Sequence[fx.Node]) -> Iterator[Hazard]:
-    """A bucket's parameters are written once, because there is one buffer."""
-    written: set[int] = set()
-    for node in writes:
-        if ops.bucket_of(node).key in written:
-            message = f"{label(node)} runs twice, but there is one buffer; drop one of them"
-            yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
-        written.add(ops.bucket_of(node).key)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -15,15 +15,16 @@ belongs to no stream.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.edges import Handed, handed, stands_for, waits_for
+from megacompile.ir.edges import Handed, handed, stands_for
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import producer, reads
@@ -82,23 +83,18 @@ def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period
 
 def step_ends(timeline: Timeline, model: str) -> list[float]:
     """The end of each step's computes, in seconds of the timeline's axis."""
-    return _ends(timeline, model, "backward") or _ends(timeline, model, "forward")
-
-
-def _ends(timeline: Timeline, model: str, graph: str) -> list[float]:
-    """The end of the computes of each run, for the schedule that ran most often."""
-    last: dict[int, float] = {}
+    last: dict[int, float] = {}  # of each run
     for span in timeline.spans:
         if span.model == model and span.run >= 0 and span.op.lane == "compute":
             last[span.run] = max(last.get(span.run, span.stop_s), span.stop_s)
-    runs: defaultdict[int, list[float]] = defaultdict(list)
-    for i, run in enumerate(timeline.runs):
-        if i in last and run.graph == graph:
-            runs[id(run.schedule)].append(last[i])
-    forwards = [id(run.schedule) for run in timeline.runs if run.graph == "forward"]
-    order = {schedule: place for place, schedule in reversed(list(enumerate(forwards)))}
-    most = max(runs, key=lambda key: (len(runs[key]), -order.get(key, 0)), default=None)
-    return [] if most is None else sorted(runs[most])
+    for graph in ("backward", "forward"):
+        runs: dict[int, list[float]] = {id(run.schedule): [] for run in timeline.runs}
+        for i, run in enumerate(timeline.runs):
+            if i in last and run.graph == graph:
+                runs[id(run.schedule)].append(last[i])
+        if ends := max(runs.values(), key=len, default=[]):  # of the schedule that ran most often
+            return sorted(ends)
+    return []
 
 
 def critical_path(timeline: Timeline, model: str, within: Period | None = None) -> list[Chunk]:
@@ -115,18 +111,35 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
     within = within or period(timeline, model)
     if within is None or any(run.schedule is None for run in timeline.runs):
         return []
-    known = _Ops(timeline, model)
-    at = known.ending(within.stop_s)
-    now, chunks = within.stop_s, list[Chunk]()
+    chosen = [span for span in timeline.spans if span.model == model]
+    spans = sorted(chosen, key=lambda span: (span.start_s, span.stop_s))
+    waits, begins = _waits(timeline, spans)
+    graphs = [timeline.runs[span.run].graph if span.run >= 0 else "" for span in spans]
+
+    def last_of(indices: Iterable[int], by_s: float) -> int:
+        """Index of the span that ended last among those that end by a time; -1: none."""
+        done = [i for i in indices if spans[i].stop_s <= by_s]
+        return max(done, key=lambda i: (spans[i].stop_s, i), default=-1)
+
+    def blocker(at: int) -> int:
+        start = spans[at].start_s + _CLOCK_S
+        able = [i for i in waits[at] if i < at]  # that began earlier: the path back terminates
+        if at in begins:
+            able += [last_of(range(at), start)]  # the host began this graph after that
+        if graphs[at] == "update":  # the step begins after a backward has returned
+            able += [last_of((i for i in range(at) if graphs[i] == "backward"), start)]
+        return last_of((i for i in able if i >= 0), start)
+
+    at, now, chunks = last_of(range(len(spans)), within.stop_s), within.stop_s, list[Chunk]()
     while at >= 0 and now > within.start_s:
-        span = known.spans[at]
+        span = spans[at]
         if span.stop_s < now:  # a gap without recorded ops
             chunks.append(Chunk(None, max(span.stop_s, within.start_s), now))
             now = span.stop_s
         if min(span.start_s, now) < now and now > within.start_s:
             chunks.append(Chunk(span, max(span.start_s, within.start_s), now))
             now = span.start_s
-        at = known.blocker(at)
+        at = blocker(at)
     if now > within.start_s:
         chunks.append(Chunk(None, within.start_s, now))
     return chunks[::-1]
@@ -163,94 +176,42 @@ def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
     )
 
 
-class _Ops:
-    """A model's spans, and the spans that each may have waited for."""
-
-    def __init__(self, timeline: Timeline, model: str) -> None:
-        chosen = [span for span in timeline.spans if span.model == model]
-        self.spans = sorted(chosen, key=lambda span: (span.start_s, span.stop_s))
-        self.timeline = timeline
-        self.before: list[int] = []  # index of the previous span on the same lane, or -1
-        last: dict[str, int] = {}
-        for i, span in enumerate(self.spans):
-            lane = span.op.lane
-            if timeline.device == "cpu" and lane not in UPDATERS:
-                lane = "issue"  # without a GPU every op runs when it is issued, one at a time
-            self.before.append(last.get(lane, -1))
-            last[lane] = i
-        self.waits: dict[int, list[int]] = {}  # on other lanes
-        self.begins: set[int] = set()  # the first span of each lane of a graph
-        self._find_edges()
-
-    def _find_edges(self) -> None:
-        members: defaultdict[int, list[int]] = defaultdict(list)
-        for i, span in enumerate(self.spans):
-            if span.run >= 0:
-                members[span.run].append(i)
-        known: dict[tuple[int, str], RecordedEdges] = {}
-        made: dict[Handed, list[int]] = {}  # by earlier graphs
-        for run in sorted(members):  # in the order of issue
-            schedule, graph = self.timeline.runs[run].schedule, self.timeline.runs[run].graph
-            assert schedule is not None
-            key = id(schedule), graph
-            if key not in known:
-                known[key] = recorded_edges(schedule, graph)
-            place = self._named(members[run])
-            self._add_run(known[key], place, made)
-            for what, names in known[key].hands_on.items():
-                made[what] = [place[name] for name in names if name in place]
-
-    def _named(self, members: Sequence[int]) -> dict[_Name, int]:
-        counts: defaultdict[str, int] = defaultdict(int)
-        place: dict[_Name, int] = {}
-        for i in members:
-            op = self.spans[i].op
-            place[op.name, counts[op.name]] = i
-            counts[op.name] += 1
-        return place
-
-    def _add_run(
-        self,
-        of_graph: RecordedEdges,
-        place: Mapping[_Name, int],
-        made: Mapping[Handed, list[int]],
-    ) -> None:
+def _waits(timeline: Timeline, spans: Sequence[Span]) -> tuple[list[list[int]], set[int]]:
+    """The spans that each span may have waited for, and the first span of each lane of a run that
+    waits for none of its run; spans by their indices."""
+    waits: list[list[int]] = [[] for _ in spans]
+    last: dict[str, int] = {}
+    places: defaultdict[int, dict[_Name, int]] = defaultdict(dict)  # by run
+    for i, span in enumerate(spans):
+        lane = span.op.lane
+        if timeline.device == "cpu" and lane not in UPDATERS:
+            lane = "issue"  # without a GPU every op runs when it is issued, one at a time
+        waits[i] += [last[lane]] if lane in last else []
+        last[lane] = i
+        if span.run >= 0:
+            place = places[span.run]
+            number = next(k for k in itertools.count() if (span.op.name, k) not in place)
+            place[span.op.name, number] = i
+    begins: set[int] = set()
+    known: dict[tuple[int, str], RecordedEdges] = {}
+    made: dict[Handed, list[int]] = {}  # by earlier graphs
+    for number, place in sorted(places.items()):  # in the order of issue
+        run = timeline.runs[number]
+        assert run.schedule is not None
+        key = id(run.schedule), run.graph
+        if key not in known:
+            known[key] = recorded_edges(run.schedule, run.graph)
         lanes: set[str] = set()
         for name, i in place.items():
-            own = [place[wait] for wait in of_graph.waits.get(name, ()) if wait in place]
-            takes = of_graph.takes.get(name, ())
-            self.waits[i] = own + [at for what in takes for at in made.get(what, ())]
-            if self.spans[i].op.lane not in lanes and not own:
-                self.begins.add(i)
-            lanes.add(self.spans[i].op.lane)
-
-    def ending(self, at_s: float) -> int:
-        """Index of the last span that ends by a time; -1: none."""
-        able = [i for i, span in enumerate(self.spans) if span.stop_s <= at_s]
-        return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
-
-    def blocker(self, at: int) -> int:
-        """Index of the span that ended last among those that a span waited for; -1: none."""
-        span = self.spans[at]
-        able = [self.before[at], *self.waits.get(at, ())]
-        if at in self.begins:
-            able += self._latest(range(at), span)  # the host began this graph after that
-        if self._graph_of(at) == "update":  # the step begins after a backward has returned
-            able += self._latest([i for i in range(at) if self._graph_of(i) == "backward"], span)
-        # Only ops that began earlier are candidates, so that the path back terminates.
-        able = [i for i in able if 0 <= i < at and self._done_before(i, span)]
-        return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
-
-    def _latest(self, able: Sequence[int], span: Span) -> list[int]:
-        done = [i for i in able if self._done_before(i, span)]
-        return [max(done, key=lambda i: (self.spans[i].stop_s, i))] if done else []
-
-    def _done_before(self, i: int, span: Span) -> bool:
-        return self.spans[i].stop_s <= span.start_s + _CLOCK_S
-
-    def _graph_of(self, i: int) -> str:
-        run = self.spans[i].run
-        return self.timeline.runs[run].graph if run >= 0 else ""
+            own = [place[wait] for wait in known[key].waits.get(name, ()) if wait in place]
+            given = known[key].takes.get(name, ())
+            waits[i] += own + [at for what in given for at in made.get(what, ())]
+            if spans[i].op.lane not in lanes and not own:
+                begins.add(i)
+            lanes.add(spans[i].op.lane)
+        for what, names in known[key].hands_on.items():
+            made[what] = [place[name] for name in names if name in place]
+    return waits, begins
 
 
 _Name = tuple[str, int]  # printed name, and its number among equal ones
@@ -262,9 +223,7 @@ class RecordedEdges:
 
     waits: Mapping[_Name, Sequence[_Name]]  # on other streams of the graph
     takes: Mapping[_Name, Sequence[Handed]]  # values of earlier graphs
-    hands_on: Mapping[
-        Handed, Sequence[_Name]
-    ]  # values for later graphs, with the ops that made them
+    hands_on: Mapping[Handed, Sequence[_Name]]  # for later graphs: the ops that made them
 
 
 def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
@@ -274,23 +233,20 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
     its stream.
     """
     names: dict[fx.Node, _Name] = {}
-    counts: defaultdict[str, int] = defaultdict(int)
+    counts: Counter[str] = Counter()
     handed_on: defaultdict[object, list[_Name]] = defaultdict(list)
     waits: dict[_Name, list[_Name]] = {}
     takes: dict[_Name, list[Handed]] = {}
-    for node in ops.nodes_of(schedule.graphs[graph_name]):
-        op = ops.effects(node)
-        if not op.waits:
-            continue
-        stream, made = ops.stream_of(node), [*map(producer, waits_for(node))]
+    for node in ops.nodes_that(schedule.graphs[graph_name], lambda op: op.waits):
+        stream, made = ops.stream_of(node), [*map(producer, node.all_input_nodes)]
         own = [names[n] for n in made if n in names and ops.stream_of(n) is not stream]
-        if not op.issues:
+        if not ops.effects(node).issues:
             handed_on[stream] += own
             continue
         label = ops.label(node)
         names[node] = label, counts[label]
         counts[label] += 1
-        waits[names[node]] = list(dict.fromkeys([*own, *handed_on.pop(stream, ())]))
+        waits[names[node]] = [*own, *handed_on.pop(stream, ())]
         takes[names[node]] = [stands_for(schedule, n) for n in made if n.op == "placeholder"]
     hands_on = {}
     for what, node in handed(schedule, graph_name).items():

@@ -16,10 +16,7 @@ not order ops within a run.
 
 from __future__ import annotations
 
-from typing import Any
-
 import networkx as nx
-from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
@@ -57,11 +54,24 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     moves). The attributes are strings and ints, which any file format supports.
     """
     found = nx.MultiDiGraph(name=schedule.name)
-    stages = schedule.first_readers()
+    stages, maker = schedule.first_readers(), makers(schedule)
     for name, graph in schedule.graphs.items():
         for position, node in enumerate(ops.nodes_of(graph)):
-            found.add_node(_key(name, node), **_attributes(node, name, position, stages))
-    maker = makers(schedule)
+            info, args = OpInfo.of(node), ops.arguments(node)
+            subject = args[0] if args else None
+            stage = stages.get(subject.key) if isinstance(subject, Bucket) else subject
+            found.add_node(
+                f"{name}.{node.name}",
+                label=info.name,
+                op=info.kind,
+                graph=name,
+                stream=info.lane,
+                position=position,
+                stage=stage.index if isinstance(stage, Stage) else -1,
+                module=info.module,
+                slot=next((arg.index for arg in args if isinstance(arg, Slot)), -1),
+                bytes=info.size_bytes,
+            )
     for name, graph in schedule.graphs.items():
         for edge in edges(graph):
             kind = str(edge.kind)
@@ -75,11 +85,12 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
                 elif kind == "after":
                     kind = "token"
             if source is not None and ops.op_of(source[1]) is not None:
-                found.add_edge(_key(*source), _key(name, edge.second), kind, kind=kind)
+                pair = f"{source[0]}.{source[1].name}", f"{name}.{edge.second.name}"
+                found.add_edge(*pair, kind, kind=kind)
     if schedule.backward is not None:
         ends = (ops.nodes_of(schedule.forward)[-1:], ops.nodes_of(schedule.backward)[:1])
         for last, first in zip(*ends, strict=False):
-            pair = _key("forward", last), _key("backward", first)
+            pair = f"forward.{last.name}", f"backward.{first.name}"
             found.add_edge(*pair, "boundary", kind="boundary")
     return found
 
@@ -96,48 +107,21 @@ def to_dot(schedule: Schedule) -> str:
     for name in schedule.graphs:
         for stream in Stream:
             inside = [
-                (key, data)
+                (key, data["label"])
                 for key, data in graph.nodes(data=True)
-                if data["graph"] == name and data["stream"] == stream.value
+                if (data["graph"], data["stream"]) == (name, stream.value)
             ]
-            if not inside:
-                continue
-            lines.append(f"  subgraph {_quoted(f'cluster_{name}_{stream.value}')} {{")
-            lines.append(f"    label={_quoted(f'{name}: {stream.value}')};")
-            lines.append(f'    node [fillcolor="{_COLOURS[stream]}"];')
-            lines += [f"    {_quoted(k)} [label={_quoted(d['label'])}];" for k, d in inside]
-            lines.append("  }")
+            if inside:
+                lines.append(f"  subgraph {_quoted(f'cluster_{name}_{stream.value}')} {{")
+                lines.append(f"    label={_quoted(f'{name}: {stream.value}')};")
+                lines.append(f'    node [fillcolor="{_COLOURS[stream]}"];')
+                lines += [f"    {_quoted(key)} [label={_quoted(label)}];" for key, label in inside]
+                lines.append("  }")
     for first, second, data in graph.edges(data=True):
         lines.append(f"  {_quoted(first)} -> {_quoted(second)}{_STYLES[data['kind']]};")
     return "\n".join([*lines, "}", ""])
 
 
-def _key(graph_name: str, node: fx.Node) -> str:
-    return f"{graph_name}.{node.name}"
-
-
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _attributes(
-    node: fx.Node, graph_name: str, position: int, stages: dict[int, Stage]
-) -> dict[str, Any]:
-    info, args = OpInfo.of(node), ops.arguments(node)
-    subject = args[0] if args else None
-    stage = subject if isinstance(subject, Stage) else None
-    if isinstance(subject, Bucket):
-        stage = stages.get(subject.key)
-    slots = [arg.index for arg in args if isinstance(arg, Slot)]
-    return {
-        "label": info.name,
-        "op": info.kind,
-        "graph": graph_name,
-        "stream": info.lane,
-        "position": position,
-        "stage": -1 if stage is None else stage.index,
-        "module": info.module,
-        "slot": slots[0] if slots else -1,
-        "bytes": info.size_bytes,
-    }

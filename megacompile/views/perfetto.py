@@ -34,18 +34,15 @@ def together(documents: Sequence[dict[str, Any]], starts_s: Sequence[float]) -> 
         starts_s: start of each rank's trace, on a common clock.
     """
     events: list[dict[str, Any]] = []
-    pids = 0
     for rank, (whole, start_s) in enumerate(zip(documents, starts_s, strict=True)):
-        later_us, before = _us(start_s - starts_s[0]), pids
+        before = max((event["pid"] for event in events), default=0)
         for event in whole["traceEvents"]:
             moved = {**event, "pid": before + event["pid"]}
-            pids = max(pids, moved["pid"])
             if "ts" in event:
-                moved["ts"] = round(event["ts"] + later_us, 3)
+                moved["ts"] = round(event["ts"] + _us(start_s - starts_s[0]), 3)
             if event["name"] == "process_name":
-                moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
-            elif event["name"] == "process_sort_index":
-                moved["args"] = {"sort_index": moved["pid"]}
+                of_rank = {k: f"rank {rank}: {event['args'][k]}" for k in ("name", "model")}
+                moved["args"] = {**event["args"], **of_rank}
             events.append(moved)
     return {**documents[0], "traceEvents": events}
 
@@ -56,16 +53,53 @@ def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str,
     pid = 0
     for model in measured.models:
         for timeline, what in ((measured, "measured"), (predicted, "predicted")):
-            if timeline is None or all(span.model != model for span in timeline.spans):
-                continue
-            pid += 1
-            where = f" on {timeline.device}" if timeline.device else ""
-            events += _process(pid, f"{model}, {what}{where}", timeline, model)
+            if timeline is not None and any(span.model == model for span in timeline.spans):
+                pid += 1
+                events += _process(pid, model, what, timeline)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {"producer": "megacompile", "device": measured.device},
     }
+
+
+def _process(pid: int, model: str, what: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    name = f"{model}, {what}" + (f" on {timeline.device}" if timeline.device else "")
+    facts = {"name": name, "model": model, "what": what, "device": timeline.device}
+    yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": facts}
+    threads = {lane: tid for tid, lane in enumerate(timeline.lanes, start=1)}
+    for lane, tid in threads.items():
+        at = {"ph": "M", "pid": pid, "tid": tid}
+        yield {"name": "thread_name", "args": {"name": lane}, **at}
+        yield {"name": "thread_sort_index", "args": {"sort_index": tid}, **at}
+    for span in timeline.spans:
+        if span.model == model:
+            at = {"ts": _us(span.start_s), "pid": pid}
+            yield {
+                "name": span.op.name,
+                "cat": span.op.kind,
+                "ph": "X",
+                "dur": max(0.0, round(_us(span.stop_s) - _us(span.start_s), 3)),
+                "tid": threads[span.op.lane],
+                "args": _facts(span, timeline),
+                **at,
+            }
+            if (size := span.memory_bytes) is not None:
+                yield {"name": "device memory", "ph": "C", "args": {"bytes": size}, **at}
+
+
+def _facts(span: Span, timeline: Timeline) -> dict[str, Any]:
+    size, has_run = span.op.size_bytes, span.run >= 0
+    facts = {
+        "op": span.op.kind,
+        "module": span.op.module or None,
+        "bytes": size or None,
+        "GB/s": round(size / span.duration_s / 1e9, 3) if size and span.duration_s > 0 else None,
+        "device memory bytes": span.memory_bytes,
+        "graph": timeline.runs[span.run].graph if has_run else None,
+        "run": span.run if has_run else None,
+    }
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def load(path: str | Path) -> tuple[Timeline, Timeline | None]:
@@ -77,107 +111,41 @@ def load(path: str | Path) -> tuple[Timeline, Timeline | None]:
         TraceError: not such a file.
     """
     try:
-        whole = json.loads(Path(path).read_text())
-        events, device = whole["traceEvents"], whole["otherData"]["device"]
-        found = {what: _Read(events, what) for what in ("measured", "predicted")}
-        measured = found["measured"].timeline(device)
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        measured, predicted = (_read(events, what) for what in ("measured", "predicted"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(
             f"load(): {str(path)!r} is not a trace that megacompile saved ({error!r})"
         ) from error
     if not measured.spans:
         raise TraceError(f"load(): {str(path)!r} has no measured ops")
-    predicted = found["predicted"].timeline(found["predicted"].where)
     return measured, predicted if predicted.spans else None
 
 
-class _Read:
-    """The measured or the predicted events of a file."""
-
-    def __init__(self, events: list[dict[str, Any]], what: str) -> None:
-        names = [e for e in events if e["ph"] == "M" and e["name"] == "process_name"]
-        marks = {e["pid"]: e["args"]["name"].rpartition(f", {what}") for e in names}
-        self.models = {pid: model for pid, (model, mark, _) in marks.items() if mark}
-        places = [where for _, mark, where in marks.values() if mark]
-        self.where = places[0].removeprefix(" on ") if places else ""
-        threads = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
-        self.lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in threads}
-        ops = [e for e in events if e["ph"] == "X"]
-        self.events = [e for e in ops if e["pid"] in self.models]
-        # a file of part of a trace has only some runs
-        graphs = {e["args"]["run"]: e["args"]["graph"] for e in ops if "run" in e["args"]}
-        numbers = sorted(graphs)
-        self.place = {run: k for k, run in enumerate(numbers)} | {-1: -1}
-        model = {e["args"].get("run"): self.models.get(e["pid"], "") for e in self.events}
-        self.runs = tuple(Run(model.get(run, ""), graphs[run], None) for run in numbers)
-
-    def timeline(self, device: str) -> Timeline:
-        spans = []
-        for event in self.events:
-            args, model = event["args"], self.models[event["pid"]]
-            run = self.place[args.get("run", -1)]
+def _read(events: list[dict[str, Any]], what: str) -> Timeline:
+    """The measured or the predicted timeline of a file."""
+    processes = {e["pid"]: e["args"] for e in events if e["name"] == "process_name"}
+    processes = {pid: args for pid, args in processes.items() if args["what"] == what}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    ops = [event for event in events if event["ph"] == "X"]
+    # a file of part of a trace has only some runs
+    graphs = {e["args"]["run"]: e["args"]["graph"] for e in ops if "run" in e["args"]}
+    place = {run: k for k, run in enumerate(sorted(graphs))}
+    models: dict[int, str] = {}  # of the runs
+    spans = []
+    for event in ops:
+        if event["pid"] in processes:
+            args, model = event["args"], processes[event["pid"]]["model"]
+            lane, size = lanes[event["pid"], event["tid"]], args.get("bytes", 0)
+            op = OpInfo(event["name"], args["op"], lane, args.get("module", ""), size)
+            start, run = event["ts"] / 1e6, place.get(args.get("run"), -1)
             memory = args.get("device memory bytes")
-            lane = self.lanes[event["pid"], event["tid"]]
-            op = OpInfo(
-                event["name"], args["op"], lane, args.get("module", ""), args.get("bytes", 0)
-            )
-            start = event["ts"] / 1e6
             spans.append(Span(op, start, start + event["dur"] / 1e6, model, run, memory))
-        return Timeline(tuple(in_order(spans)), self.runs, device, tuple(self.models.values()))
-
-
-def _process(pid: int, name: str, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:
-    yield _metadata(pid, 0, "process_name", {"name": name})
-    yield _metadata(pid, 0, "process_sort_index", {"sort_index": pid})
-    threads = {lane: tid for tid, lane in enumerate(timeline.lanes, start=1)}
-    for lane, tid in threads.items():
-        yield _metadata(pid, tid, "thread_name", {"name": lane})
-        yield _metadata(pid, tid, "thread_sort_index", {"sort_index": tid})
-    for span in timeline.spans:
-        if span.model == model:
-            yield _complete(pid, threads[span.op.lane], span, timeline)
-            if span.memory_bytes is not None:
-                yield _memory(pid, span)
-
-
-def _metadata(pid: int, tid: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
-
-
-def _complete(pid: int, tid: int, span: Span, timeline: Timeline) -> dict[str, Any]:
-    op = span.op
-    args: dict[str, Any] = {"op": op.kind}
-    if op.module:
-        args["module"] = op.module
-    if op.size_bytes:
-        args["bytes"] = op.size_bytes
-        if span.duration_s > 0:
-            args["GB/s"] = round(op.size_bytes / span.duration_s / 1e9, 3)
-    if span.memory_bytes is not None:
-        args["device memory bytes"] = span.memory_bytes
-    if span.run >= 0:
-        args["graph"] = timeline.runs[span.run].graph
-        args["run"] = span.run
-    return {
-        "name": op.name,
-        "cat": op.kind,
-        "ph": "X",
-        "ts": _us(span.start_s),
-        "dur": max(0.0, round(_us(span.stop_s) - _us(span.start_s), 3)),
-        "pid": pid,
-        "tid": tid,
-        "args": args,
-    }
-
-
-def _memory(pid: int, span: Span) -> dict[str, Any]:
-    return {
-        "name": "device memory",
-        "ph": "C",
-        "ts": _us(span.start_s),
-        "pid": pid,
-        "args": {"bytes": span.memory_bytes},
-    }
+            models[run] = model
+    runs = tuple(Run(models.get(k, ""), graphs[run], None) for run, k in place.items())
+    each = list(processes.values())
+    order = tuple(args["model"] for args in each)
+    return Timeline(in_order(spans), runs, each[0]["device"] if each else "", order)
 
 
 def _us(seconds: float) -> float:

@@ -16,7 +16,7 @@ op unpacks), `free` becomes `del`, and frees that wait for readers on other stre
         # outputs, saved values
         return (y0,), (x,)
 
-The comment on a token names the op that it stands for (see `megacompile.ir.tokens`). A variable has
+The comment on a token names the op that it stands for (see `megacompile.ir.edges`). A variable has
 the name of its FX node, with "_" appended if an op or object has that name.
 """
 
@@ -33,20 +33,15 @@ from torch import fx
 
 from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.edges import makers
+from megacompile.ir.edges import makers, token_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
-from megacompile.ir.tokens import token_of
 from megacompile.text import format_bytes, printable
 
 _WIDTH = 80  # of a line of code, before its comment
-
-
 _SHAPES = 3  # more tensors than this are counted, not listed
-
-
 _RETURNS = {
     "forward": "outputs, saved values",
     "backward": "gradients of inputs, values left for the update, tokens",
@@ -81,19 +76,23 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
     lines = [_CodeLine(text) for text in _unpacking(schedule, graph, variables)]
-    gone = _given_back(graph)
+    given_back = _given_back(graph)
+    # tuples that are unpacked and also named as a whole, as in `after=(forward_3,)`: they would
+    # keep every item alive, so each is deleted after its last use
+    tuples = ops.nodes_that(graph, lambda op: op.count)
+    whole = [n for n in tuples if any(ops.items(n)) and _is_named(n)]
     position = {node: i for i, node in enumerate(graph.nodes)}
-    last_use = {n: max(n.users, key=position.__getitem__) for n in _whole_tuples(graph)}
+    last_use = {n: max(n.users, key=position.__getitem__) for n in whole}
     for after, run in itertools.groupby(ops.nodes_of(graph), key=_waits_to_free):
         for nodes in [[node] for node in run] if after is None else [list(run)]:
-            made = _call(nodes[0], variables) if after is None else _free(nodes, variables, gone)
-            lines += made
+            free = after is not None
+            lines += _free(nodes, variables, given_back) if free else _call(nodes[0], variables)
             done = [variables[n] for n, user in last_use.items() if user in nodes]
-            lines += (
-                [_CodeLine(f"del {', '.join(done)}")] if done else []
-            )  # the tuple, not its items
+            lines += [_CodeLine(f"del {', '.join(done)}")] if done else []
     returned = _text(graph.output_node().args[0], variables)
-    lines += [_CodeLine(f"# {_RETURNS[graph_name]}"), _CodeLine(f"return {_bare(returned)}")]
+    if returned.startswith("((") and len("    return ") + len(returned[1:-1]) <= _WIDTH:
+        returned = returned[1:-1]  # a pair on one line needs no parentheses
+    lines += [_CodeLine(f"# {_RETURNS[graph_name]}"), _CodeLine(f"return {returned}")]
     return "\n".join([f"def run_{graph_name}(inputs):", *_layout(lines)]) + "\n"
 
 
@@ -123,16 +122,6 @@ def _variables(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, str]:
     return variables
 
 
-def _whole_tuples(graph: fx.Graph) -> list[fx.Node]:
-    """Ops whose results are unpacked and that are also named as a whole, as in
-    `after=(forward_3,)`.
-
-    The tuple would keep every item alive, so it is deleted after its last use.
-    """
-    tuples = ops.nodes_that(graph, lambda op: op.count)
-    return [n for n in tuples if any(ops.items(n)) and _is_named(n)]
-
-
 def _is_named(node: fx.Node) -> bool:
     taken = {item for _, item in ops.items(node)}
     return any(user not in taken for user in node.users)
@@ -144,26 +133,17 @@ def _unpacking(
     placeholders = graph.find_nodes(op="placeholder")
     if placeholders:
         values = [n for n in placeholders if token_of(n) is None]
-        yield from _comment([f"{variables[n]} {_shapes(n.meta.get('value'))}" for n in values])
-        yield from _comment(
-            _tokens(schedule, [n for n in placeholders if n not in values], variables)
-        )
+        tokens = {n: token.place for n in placeholders if (token := token_of(n))}
+        maker = makers(schedule) if tokens else {}
+        known = {n: ops.label(maker[place][1]) for n, place in tokens.items() if place in maker}
+        others = [variables[n] for n in tokens if n not in known]
+        yield from _comment(f"{variables[n]} {_shapes(n.meta.get('value'))}" for n in values)
+        said = [f"{variables[n]}: the last {label}" for n, label in known.items()]
+        if others:
+            said.append(f"{', '.join(others)}: written by other schedules, if at all")
+        yield from _comment(said)
         yield _targets([variables[node] for node in placeholders]) + " = inputs"
     yield "inputs.clear()"
-
-
-def _tokens(
-    schedule: Schedule, nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]
-) -> Iterator[str]:
-    """Comments on tokens: "weights_3: the last 3UPDATE"."""
-    maker = makers(schedule) if nodes else {}
-    places = {node: token.place for node in nodes if (token := token_of(node))}
-    for node, place in places.items():
-        if place in maker:
-            yield f"{variables[node]}: the last {ops.label(maker[place][1])}"
-    others = [variables[node] for node, place in places.items() if place not in maker]
-    if others:
-        yield f"{', '.join(others)}: written by other schedules, if at all"
 
 
 def _comment(parts: Iterable[str]) -> Iterator[str]:
@@ -179,19 +159,17 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_CodeLine
     args += [f"{key}={_text(arg, variables)}" for key, arg in node.kwargs.items() if arg != ()]
     text = f"{op.name}({', '.join(args)})"
     taken = dict(ops.items(node))
-    dropped = False
     if taken:
         declared = 0 if op.count is None else op.count(node.args)
         count = max(declared, max(taken) + 1)
         targets = [variables[taken[i]] if i in taken else "_" for i in range(count)]
         text = f"{_targets(targets)} = {text}"
-        dropped = "_" in targets
     if _is_named(node):
         text = f"{variables[node]} = {text}"
     yield _CodeLine(text, op.stream.value, ops.label(node), _detail(node))
     if op.frees is not None:
         yield _CodeLine(f"del {_names(values.reads(node), variables)}")
-    if dropped:
+    if taken and "_" in targets:
         yield _CodeLine("del _", op.stream.value)
 
 
@@ -203,14 +181,14 @@ def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def _free(
-    nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], gone: Mapping[fx.Node, int]
+    nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], given_back: Mapping[fx.Node, int]
 ) -> Iterator[_CodeLine]:
     """A `del` of the values that the nodes free, after their waits."""
     if after := _waits_to_free(nodes[0]):
         waited = _text(after, variables).replace(",)", ")")
         yield _CodeLine(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
     freed = [value for node in nodes for value in values.reads(node)]
-    size = sum(gone.get(node, 0) for node in nodes)
+    size = sum(given_back.get(node, 0) for node in nodes)
     detail = format_bytes(size) if size else ""
     yield _CodeLine(f"del {_names(freed, variables)}", Stream.COMPUTE.value, "FREE", detail)
 
@@ -240,12 +218,6 @@ def _text(value: Any, variables: Mapping[fx.Node, str]) -> str:
         inside = [_text(item, variables) for item in value]
         return f"({', '.join(inside)}{',' if len(inside) == 1 else ''})"
     return repr(value)
-
-
-def _bare(text: str) -> str:
-    """A returned pair without its outer parentheses if it fits on one line."""
-    pair = text.startswith("((") and len("    return ") + len(text[1:-1]) <= _WIDTH
-    return text[1:-1] if pair else text
 
 
 def _layout(lines: Iterable[_CodeLine]) -> Iterator[str]:
@@ -327,8 +299,7 @@ def header(schedule: Schedule) -> Iterator[str]:
         left = [bucket for index, bucket in schedule.reused if index == slot.index]
         there = "".join(f", the forward leaves {bucket!r} in it" for bucket in left)
         yield f"# {slot!r}: {format_bytes(slot.size_bytes)}{there}"
-    for reason in schedule.plan.reasons:
-        yield f"# plan: {reason}"
+    yield from (f"# plan: {reason}" for reason in schedule.plan.reasons)
 
 
 def _kind(stage: Stage) -> object:

@@ -30,10 +30,9 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.views import critical_path, perfetto, plot, prediction, timeline
+from megacompile.views import critical_path, perfetto, plot, timeline
 from megacompile.views.critical_path import RankSteps
-from megacompile.views.prediction import describe
-from megacompile.views.timeline import OpInfo, Run, Span, Timeline
+from megacompile.views.timeline import OpInfo, Run, Span, Timeline, describe
 
 _CLOCK_TRIES = 3
 
@@ -48,6 +47,13 @@ class _Mark:
     start: Any = None  # seconds of the host's clock, or an event
     stop: Any = None
     memory_bytes: int | None = None
+
+    def note(self, lane: str, start_s: float, stop_s: float) -> None:
+        """Set the lane and times of work in a background thread."""
+        assert self.done is not None
+        self.info = replace(self.info, lane=lane)
+        self.start, self.stop = start_s, stop_s
+        self.done.set()
 
 
 class _Clock:
@@ -109,7 +115,7 @@ class Recording:
         assert info is not None
         mark = _Mark(info, self.index, threading.Event())
         self.tracer.marks.append(mark)
-        return functools.partial(_note, mark)
+        return mark.note
 
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
         """For work in a thread: returns a function that runs it and records its lane and times.
@@ -161,13 +167,6 @@ class Tracer:
         return value
 
 
-def _note(mark: _Mark, lane: str, start_s: float, stop_s: float) -> None:
-    assert mark.done is not None
-    mark.info = replace(mark.info, lane=lane)
-    mark.start, mark.stop = start_s, stop_s
-    mark.done.set()
-
-
 def _timed(note: Callable[[str, float, float], None], lane: str, work: Callable[[], None]) -> None:
     start_s = time.perf_counter()
     try:
@@ -182,7 +181,6 @@ class Traced:
 
     name: str
     machine: Any  # runtime.ops.machine.Machine
-    schedules: Callable[[], list[Schedule]]
     optimizer: OptimizerCost | None = None  # for predicting its updates
     tracer: Tracer | None = None
     first: int = 0
@@ -249,21 +247,20 @@ class Trace:
         spans: list[Span] = []
         runs: list[Run] = []
         for model in self._models:
-            if model.tracer is not None:
-                spans += self._spans(model, model.tracer, runs)
+            spans += self._spans(model, runs)
         devices = dict.fromkeys(str(model.machine.device) for model in self._models)
         order = tuple(model.name for model in self._models)
-        found = Timeline(tuple(timeline.in_order(spans)), tuple(runs), ", ".join(devices), order)
+        found = Timeline(timeline.in_order(spans), tuple(runs), ", ".join(devices), order)
         if self._over:
             self._measured = found
             for model in self._models:
                 model.tracer = None  # and its events
         return found
 
-    def _spans(self, model: Traced, tracer: Tracer, runs: list[Run]) -> Iterator[Span]:
-        assert self._start_s is not None
-        places: dict[int, int] = {}  # the tracer's runs -> this trace's
-        for mark in tracer.marks[model.first : model.last]:
+    def _spans(self, model: Traced, runs: list[Run]) -> Iterator[Span]:
+        tracer, places = model.tracer, dict[int, int]()  # the tracer's runs -> this trace's
+        for mark in () if tracer is None else tracer.marks[model.first : model.last]:
+            assert tracer is not None and self._start_s is not None
             if mark.done is not None:
                 mark.done.wait()
             if mark.stop is None:
@@ -272,14 +269,9 @@ class Trace:
                 schedule, graph = tracer.runs[mark.run]
                 places[mark.run] = len(runs)
                 runs.append(Run(model.name, graph, schedule))
-            yield Span(
-                mark.info,
-                tracer.clock.at_s(mark.start) - self._start_s,
-                tracer.clock.at_s(mark.stop) - self._start_s,
-                model.name,
-                places[mark.run],
-                mark.memory_bytes,
-            )
+            start, stop = (tracer.clock.at_s(t) - self._start_s for t in (mark.start, mark.stop))
+            place = places[mark.run]
+            yield Span(mark.info, start, stop, model.name, place, mark.memory_bytes)
 
     @property
     def predicted(self) -> Timeline | None:
@@ -289,15 +281,12 @@ class Trace:
         megacompile hardware` measures them).
         """
         if self._predicted is None or not self._over:
-            hardware = self._hardware
-            if hardware is None and self._models:
-                # not measured now, because that needs device memory, which training may have used
-                # up
-                hardware = rates.cached(self._models[0].machine.device)
+            # not measured now: that needs device memory, which training may have used up
+            hardware = self._hardware or rates.cached(self._models[0].machine.device)
             if hardware is None:
                 return None
             costs = {model.name: model.optimizer for model in self._models if model.optimizer}
-            self._predicted = prediction.predicted(self.measured, hardware, costs)
+            self._predicted = timeline.predicted(self.measured, hardware, costs)
         return self._predicted
 
     @property
@@ -364,13 +353,12 @@ class Trace:
         rank, host = ranks.mesh.get_rank(), platform.node()
         names = [model.name for model in self._models]
         mine = {n: critical_path.rank_steps(self.measured, n, rank, host) for n in names}
-        found: dict[str, tuple[RankSteps, ...]] = dict.fromkeys(names, ())
-        for of_rank in ranks.all_gather_object(mine):
-            for name, steps in of_rank.items():
-                if steps is not None:
-                    found[name] = (*found.get(name, ()), steps)
-        self._rank_steps = found
-        return found
+        all_ranks = ranks.all_gather_object(mine)
+        self._rank_steps = {
+            name: tuple(steps for of_rank in all_ranks if (steps := of_rank.get(name)) is not None)
+            for name in names
+        }
+        return self._rank_steps
 
     def _ranks(self) -> Any:
         """The `runtime.device.ranks.Ranks` that share a model, if any."""

@@ -30,7 +30,7 @@ from torch import fx
 
 from megacompile.ir import ops, values
 from megacompile.ir.ops import Show
-from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.text import columns, format_bytes, printable
@@ -58,20 +58,27 @@ def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str
 
 def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
     """The table of one graph; ops issued before a step are in its row."""
-    shown = (
-        node
-        for node in graph.nodes
-        if node in marks or ops.effects(node).show in (Show.STEP, Show.CELL)
-    )
+    steps = (Show.STEP, Show.CELL)
+    shown = (node for node in graph.nodes if node in marks or ops.effects(node).show in steps)
     rows: list[dict[Stream, list[str]]] = []
-    notes: list[list[str]] = []
+    notes: list[str] = [""]
     for row in _until(shown, lambda n: ops.effects(n).show is Show.STEP or n.op == "output"):
         labels: dict[Stream, list[str]] = {stream: [] for stream in Stream}
         for node in row:
             labels[ops.stream_of(node)].append(ops.label(node))
         rows.append(labels)
-        notes.append([marks[node] for node in row if node in marks])
-    return "\n".join(_rows(name, rows, notes))
+        notes.append("".join(f"  <-- {printable(marks[node])}" for node in row if node in marks))
+    used = {stream for row in rows for stream, labels in row.items() if labels}
+    order = [stream for stream in _ORDER if stream in used or stream in _ALWAYS.get(name, ())]
+    cells = [[stream.value for stream in order]]
+    cells += [[" ".join(row[stream]) for stream in order] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(order))]
+    lines = [name]
+    for step, (cell_row, note) in enumerate(zip(cells, notes, strict=True)):
+        left = "step" if step == 0 else f"{step - 1:>4}"
+        padded = (f"{cell:<{width}}" for cell, width in zip(cell_row, widths, strict=True))
+        lines.append(f"{left} | {' | '.join(padded)}{note}".rstrip(" |"))
+    return "\n".join(lines)
 
 
 def _until(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool]) -> Iterator[list[fx.Node]]:
@@ -84,20 +91,6 @@ def _until(nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool]) -> Iterato
             row = []
     if row:
         yield row
-
-
-def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]) -> Iterator[str]:
-    used = {stream for row in rows for stream, labels in row.items() if labels}
-    order = [stream for stream in _ORDER if stream in used or stream in _ALWAYS.get(name, ())]
-    cells = [[stream.value for stream in order]]
-    cells += [[" ".join(row[stream]) for stream in order] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(order))]
-    yield name
-    for step, (row, marked) in enumerate(zip(cells, [[], *notes], strict=True)):
-        left = "step" if step == 0 else f"{step - 1:>4}"
-        columns = " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        notes_text = "".join(f"  <-- {printable(mark)}" for mark in marked)
-        yield f"{left} | {columns}{notes_text}".rstrip(" |")
 
 
 # --- passes
@@ -114,24 +107,13 @@ def passes(schedule: Schedule) -> str:
     rows = [["pass", "ms", "nodes", "actions"]]
     before = 0  # the captured graph's, then the schedule's
     for record in schedule.history:
-        rows.append(
-            [
-                record.name,
-                f"{record.time_s * 1e3:.1f}",
-                f"{before} -> {record.nodes}",
-                _change(record),
-            ]
-        )
+        more = len(record.after.split()) - len(record.before.split())
+        change = "=" if record.before == record.after else f"{more:+d}" if more else "changed"
+        nodes = f"{before} -> {record.nodes}"
+        rows.append([record.name, f"{record.time_s * 1e3:.1f}", nodes, change])
         before = record.nodes
     rows.append(["all", f"{sum(r.time_s for r in schedule.history) * 1e3:.1f}", "", ""])
     return columns(rows)
-
-
-def _change(record: PassRecord) -> str:
-    if record.before == record.after:
-        return "="
-    more = len(record.after.split()) - len(record.before.split())
-    return f"{more:+d}" if more else "changed"
 
 
 # --- the differences of two schedules
@@ -160,8 +142,12 @@ def differences(before: Schedule, after: Schedule) -> list[str]:
         "passes": lambda s: ", ".join(record.name for record in s.history) or "none",
         "kept, not recomputed": lambda s: ", ".join(map(str, sorted(s.plan.keep))) or "none",
         "plan": lambda s: "; ".join(s.plan.reasons) or "none",
-        "slots": _slots,
-        "left in the slots by the forward": _left,
+        "slots": lambda s: (
+            f"{len(s.slots)} of {format_bytes(sum(slot.size_bytes for slot in s.slots))}"
+        ),
+        "left in the slots by the forward": lambda s: (
+            ", ".join(f"{bucket.label}@{slot}" for slot, bucket in s.reused) or "none"
+        ),
         "lookahead": lookahead,
         "updates": _updates,
     }
@@ -189,15 +175,6 @@ def _named(schedule: Schedule) -> str:
     return f"{printable(schedule.name)}: {len(schedule.stages)} stages by {made_by}"
 
 
-def _slots(schedule: Schedule) -> str:
-    size = sum(slot.size_bytes for slot in schedule.slots)
-    return f"{len(schedule.slots)} of {format_bytes(size)}"
-
-
-def _left(schedule: Schedule) -> str:
-    return ", ".join(f"{bucket.label}@{slot}" for slot, bucket in schedule.reused) or "none"
-
-
 def _updates(schedule: Schedule) -> str:
     """Counts of updates by place: "3 on the host, 1 on the device", or "none"."""
     count: Counter[str] = Counter()
@@ -215,30 +192,23 @@ def _actions(schedule: Schedule) -> list[str]:
     lines = []
     for name, graph in schedule.graphs.items():
         lines.append(name)
-        for stage, labels in _by_bucket(graph, first) if name == "update" else _by_stage(graph):
-            left = (
-                f"{stage.index:>3} {stage_names[stage.index]:<{width}}"
-                if stage
-                else " " * (4 + width)
-            )
-            lines.append(f"{left} | {' '.join(labels)}")
+        rows: list[tuple[Stage | None, list[fx.Node]]]
+        if name == "update":
+            groups = itertools.groupby(_shown(graph), key=values.bucket_of)
+            rows = [(first.get(b.key) if b else None, list(nodes)) for b, nodes in groups]
+        else:
+            until = _until(_shown(graph), _computes)
+            rows = [(ops.arguments(r[-1])[0] if _computes(r[-1]) else None, r) for r in until]
+        for stage, nodes in rows:
+            left = " " * (4 + width)
+            if stage is not None:
+                left = f"{stage.index:>3} {stage_names[stage.index]:<{width}}"
+            lines.append(f"{left} | {' '.join(map(_action, nodes))}")
     return lines
-
-
-def _by_stage(graph: fx.Graph) -> Iterator[tuple[Stage | None, list[str]]]:
-    for row in _until(_shown(graph), _computes):
-        yield ops.arguments(row[-1])[0] if _computes(row[-1]) else None, list(map(_action, row))
 
 
 def _computes(node: fx.Node) -> bool:
     return ops.effects(node).code is not None
-
-
-def _by_bucket(
-    graph: fx.Graph, first: Mapping[int, Stage]
-) -> Iterator[tuple[Stage | None, list[str]]]:
-    for bucket, nodes in itertools.groupby(_shown(graph), key=values.bucket_of):
-        yield None if bucket is None else first.get(bucket.key), list(map(_action, nodes))
 
 
 def _shown(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -12,13 +12,18 @@ it comes from `megacompile.cost.memory`. Memory allocated and freed inside an op
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from torch import fx
 
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
@@ -79,15 +84,15 @@ class Run:
     schedule: Schedule | None = field(repr=False)  # None: read from a file
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KindTotal:
     """Totals of one kind of op on one lane."""
 
     kind: str
-    lane: str
+    stream: str  # the lane
     count: int
     busy_s: float
-    size_bytes: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +150,13 @@ class Timeline:
         groups: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in self.spans:
             groups[span.op.lane, span.op.kind].append(span)
-        found = [
-            KindTotal(
-                kind,
-                lane,
-                len(spans),
-                sum(span.duration_s for span in spans),
-                sum(span.op.size_bytes for span in spans),
-            )
-            for (lane, kind), spans in groups.items()
-        ]
+        found = []
+        for (lane, kind), spans in groups.items():
+            busy_s = sum(span.duration_s for span in spans)
+            size = sum(span.op.size_bytes for span in spans)
+            found.append(KindTotal(kind, lane, len(spans), busy_s, size))
         rank = {lane: i for i, lane in enumerate(self.lanes)}
-        return sorted(found, key=lambda kind: (rank[kind.lane], -kind.busy_s, kind.kind))
+        return sorted(found, key=lambda total: (rank[total.stream], -total.busy_s, total.kind))
 
     def of_run(self, run: int) -> tuple[Span, ...]:
         """The spans of one run of a graph."""
@@ -164,8 +164,7 @@ class Timeline:
 
     def run_s(self, run: int) -> float:
         """Seconds from the first start to the last end of a run's ops."""
-        spans = self.of_run(run)
-        return Timeline(spans).total_s
+        return Timeline(self.of_run(run)).total_s
 
     def memory(self) -> list[tuple[float, int]]:
         """Device memory as a step function of (second, bytes)."""
@@ -174,27 +173,14 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """The totals for programs, in seconds and bytes."""
-        total = self.total_s
-        memory = [size for _, size in self.memory()]
+        total, busy = self.total_s, {lane: self.busy_s(lane) for lane in self.lanes}
         return {
             "device": self.device,
             "total_s": total,
             "runs": [{"model": run.model, "graph": run.graph} for run in self.runs],
-            "streams": {
-                lane: {"busy_s": self.busy_s(lane), "idle_s": total - self.busy_s(lane)}
-                for lane in self.lanes
-            },
-            "ops": [
-                {
-                    "kind": kind.kind,
-                    "stream": kind.lane,
-                    "count": kind.count,
-                    "busy_s": kind.busy_s,
-                    "bytes": kind.size_bytes,
-                }
-                for kind in self.kinds()
-            ],
-            "peak_memory_bytes": max(memory, default=None),
+            "streams": {k: {"busy_s": b, "idle_s": total - b} for k, b in busy.items()},
+            "ops": [asdict(kind) for kind in self.kinds()],
+            "peak_memory_bytes": max((size for _, size in self.memory()), default=None),
         }
 
 
@@ -210,25 +196,22 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
     """Cut out the part between two times; spans are clipped and times shifted to start at 0."""
-    spans = []
-    for span in timeline.spans:
-        if span.stop_s > start_s and span.start_s < stop_s:
-            inside = max(span.start_s, start_s), min(span.stop_s, stop_s)
-            memory = span.memory_bytes if span.start_s >= start_s else None
-            spans.append(
-                replace(
-                    span,
-                    start_s=inside[0] - start_s,
-                    stop_s=inside[1] - start_s,
-                    memory_bytes=memory,
-                )
-            )
+    spans = [
+        replace(
+            span,
+            start_s=max(span.start_s, start_s) - start_s,
+            stop_s=min(span.stop_s, stop_s) - start_s,
+            memory_bytes=span.memory_bytes if span.start_s >= start_s else None,
+        )
+        for span in timeline.spans
+        if span.stop_s > start_s and span.start_s < stop_s
+    ]
     return replace(timeline, spans=tuple(spans))
 
 
-def in_order(spans: Iterable[Span]) -> Iterator[Span]:
+def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Spans ordered by start; of equal starts, the longer span first."""
-    return iter(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
+    return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
 
 
 # Totals of measured and predicted timelines, as data and as a table.
@@ -238,21 +221,9 @@ def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, A
     """The totals of both as JSON types, in seconds and bytes."""
     found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
     if predicted is not None:
-        graphs = [
-            {
-                "model": c.model,
-                "graph": c.graph,
-                "runs": c.count,
-                "measured_s": c.measured_s,
-                "predicted_s": c.predicted_s,
-            }
-            for c in compare(measured, predicted)
-        ]
+        graphs = [each._asdict() for each in compare(measured, predicted)]
         found["predicted"] = {**predicted.to_dict(), "graphs": graphs}
     return found
-
-
-# As text.
 
 
 def table(measured: Timeline, predicted: Timeline | None = None) -> str:
@@ -266,9 +237,7 @@ def table(measured: Timeline, predicted: Timeline | None = None) -> str:
 
 
 def _head(timeline: Timeline) -> str:
-    counts: dict[tuple[str, str], int] = {}
-    for run in timeline.runs:
-        counts[run.model, run.graph] = counts.get((run.model, run.graph), 0) + 1
+    counts = Counter((run.model, run.graph) for run in timeline.runs)
     ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
     head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran}"
     sizes = [size for _, size in timeline.memory()]
@@ -278,43 +247,31 @@ def _head(timeline: Timeline) -> str:
 def _streams(measured: Timeline, predicted: Timeline | None) -> str:
     total = measured.total_s
     rows = [["stream", "busy ms", "idle ms", "busy"]]
-    if predicted is not None:
-        rows[0].append("predicted busy ms")
+    rows[0] += [] if predicted is None else ["predicted busy ms"]
     for lane in measured.lanes:
         busy = measured.busy_s(lane)
-        share = f"{busy / total:.0%}" if total else "-"
-        rows.append([lane, _ms(busy), _ms(total - busy), share])
+        rows.append([lane, _ms(busy), _ms(total - busy), f"{busy / total:.0%}" if total else "-"])
         if predicted is not None:
-            known = lane in {span.op.lane for span in predicted.spans}
+            known = any(span.op.lane == lane for span in predicted.spans)
             rows[-1].append(_ms(predicted.busy_s(lane)) if known else "-")
     return columns(rows)
 
 
 def _ops(timeline: Timeline) -> str:
     rows = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
-    for kind in timeline.kinds():
-        rate = kind.size_bytes / kind.busy_s / 1e9 if kind.busy_s else 0.0
-        rows.append(
-            [
-                kind.kind,
-                kind.lane,
-                str(kind.count),
-                _ms(kind.busy_s),
-                _ms(kind.busy_s / kind.count),
-                format_bytes(kind.size_bytes) if kind.size_bytes else "",
-                f"{rate:.3g}" if rate else "",
-            ]
-        )
+    for kind, lane, count, busy_s, size in map(astuple, timeline.kinds()):
+        rate = size / busy_s / 1e9 if busy_s else 0.0
+        rows.append([kind, lane, str(count), _ms(busy_s), _ms(busy_s / count)])
+        rows[-1] += [format_bytes(size) if size else "", f"{rate:.3g}" if rate else ""]
     return columns(rows, left=(0, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A graph's mean time over the runs of one schedule, measured and predicted."""
+class Comparison(NamedTuple):
+    """A graph's mean time over its runs, measured and predicted."""
 
     model: str
     graph: str
-    count: int
+    runs: int
     measured_s: float
     predicted_s: float
 
@@ -327,33 +284,129 @@ def compare(measured: Timeline, predicted: Timeline) -> list[Comparison]:
             groups.setdefault((run.model, run.graph), []).append(i)
     return [
         Comparison(
-            model,
-            graph,
-            len(runs),
-            sum(map(measured.run_s, runs)) / len(runs),
-            sum(map(predicted.run_s, runs)) / len(runs),
+            *key, len(runs), fmean(map(measured.run_s, runs)), fmean(map(predicted.run_s, runs))
         )
-        for (model, graph), runs in groups.items()
+        for key, runs in groups.items()
     ]
 
 
 def _graphs(measured: Timeline, predicted: Timeline) -> str:
     rows = [["graph", "runs", "measured ms each", "predicted ms each", "off by"]]
     found = compare(measured, predicted)
-    for one in found:
-        name = f"{one.model} {one.graph}"
-        rows.append(_compared(name, one.count, one.measured_s, one.predicted_s))
-    sums = [
-        sum(getattr(f, name) * f.count for f in found) for name in ("measured_s", "predicted_s")
-    ]
-    rows.append(_compared("all, in total", sum(f.count for f in found), *sums))
+    runs = sum(each.runs for each in found)
+    here_s = sum(each.measured_s * each.runs for each in found)
+    there_s = sum(each.predicted_s * each.runs for each in found)
+    each = [(f"{f.model} {f.graph}", f.runs, f.measured_s, f.predicted_s) for f in found]
+    for name, count, measured_s, predicted_s in [*each, ("all, in total", runs, here_s, there_s)]:
+        off = f"{predicted_s / measured_s - 1:+.0%}" if measured_s else "-"
+        rows.append([name, str(count), _ms(measured_s), _ms(predicted_s), off])
     return columns(rows)
-
-
-def _compared(name: str, count: int, measured_s: float, predicted_s: float) -> list[str]:
-    off = f"{predicted_s / measured_s - 1:+.0%}" if measured_s else "-"
-    return [name, str(count), _ms(measured_s), _ms(predicted_s), off]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:.1f}"
+
+
+# Predicted timelines: aligned with a measured one, or of whole steps.
+
+
+def predicted(
+    measured: Timeline,
+    hardware: Hardware,
+    optimizers: Mapping[str, OptimizerCost] | None = None,  # by model
+) -> Timeline:
+    """Predict each measured run, starting at its measured start. Updates of a model without an
+    optimizer are not predicted."""
+    steps: dict[int, tuple[Prediction, DeviceMemory]] = {}  # by id of the schedule
+    alike: dict[tuple[int, str], list[Span]] = {}  # spans of one run of each graph
+    spans: list[Span] = []
+    for i, run in enumerate(measured.runs):
+        if not (ran := measured.of_run(i)):
+            continue
+        assert run.schedule is not None, "a timeline that was read from a file"
+        key = id(run.schedule)
+        if key not in steps:
+            optimizer = (optimizers or {}).get(run.model)
+            memory = device_memory(run.schedule, optimizer=optimizer)
+            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer), memory
+        step, memory = steps[key]
+        if (key, run.graph) not in alike:
+            events = [event for event in step.events if event.graph == run.graph]
+            infos = describe(run.schedule, run.graph)
+            alike[key, run.graph] = list(_spans(infos, events, memory, run.model))
+        like = alike[key, run.graph]
+        later_s = min(s.start_s for s in ran) - min((s.start_s for s in like), default=0.0)
+        spans += (
+            replace(span, start_s=later_s + span.start_s, stop_s=later_s + span.stop_s, run=i)
+            for span in like
+        )
+    return Timeline(in_order(spans), measured.runs, hardware.name, measured.order)
+
+
+def predicted_steps(
+    schedule: Schedule,
+    hardware: Hardware,
+    optimizer: OptimizerCost | None,
+    *,
+    model: str = "",
+    steps: int = 3,
+) -> Timeline:
+    """Predict consecutive whole steps, including updates, as a trace would show them.
+
+    Unlike `predicted`, this needs no measured start times.
+    """
+    graphs = [name for name in schedule.graphs if name != "update" or optimizer is not None]
+    runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
+    simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
+    memory = device_memory(schedule, optimizer=optimizer)
+    infos = {graph: describe(schedule, graph) for graph in graphs}
+    spans: list[Span] = []
+    for run, (step, graph) in enumerate((step, graph) for step in range(steps) for graph in graphs):
+        events = [e for e in simulated.events if (e.step, e.graph) == (step, graph)]
+        spans += _spans(infos[graph], events, memory, model, run=run)
+    return Timeline(in_order(spans), runs, hardware.name, (model,))
+
+
+def _spans(
+    infos: Sequence[OpInfo],
+    events: Sequence[Event],
+    memory: DeviceMemory,
+    model: str,
+    *,
+    run: int = -1,
+) -> Iterator[Span]:
+    """The spans of a run of one graph, without `begin` and frees."""
+    held = Held(memory)
+    left: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
+    for info in infos:
+        left[info.name].append(info)
+    for event in events:
+        if left[event.label]:
+            info = replace(left[event.label].popleft(), lane=event.stream.value)
+            size = held.next(event.graph, event.label)
+            yield Span(info, event.start_s, event.stop_s, model, run, size)
+
+
+# Static facts about a schedule's ops, for traces and predictions.
+
+
+def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
+    """The ops of a graph in program order, except `begin`, `free` and `defer_free`."""
+    held = Held(device_memory(schedule))
+    nodes = ops.nodes_that(schedule.graphs[graph_name], lambda op: op.issues)
+    return tuple(OpInfo.of(node, held.next(graph_name, ops.label(node))) for node in nodes)
+
+
+class Held:
+    """Device memory at the start of each op, without its workspace; queried in program order."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._sizes: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
+        for moment in memory.moments:
+            inside = moment.live_bytes.get(MemoryKind.WORKSPACE, 0)
+            self._sizes[moment.graph, moment.label].append(moment.total_bytes - inside)
+
+    def next(self, graph: str, label: str) -> int | None:
+        """Bytes at the next op with this printed name; None if it does not change memory."""
+        sizes = self._sizes[graph, label]
+        return sizes.popleft() if sizes else None

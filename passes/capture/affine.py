@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 
-from megacompile.ir.symbols import Values
+from megacompile.ir.tensors import Values
 
 Shape = tuple[Any, ...]  # ints, and expressions of the symbols
 CAUSAL = object()  # a mask that allows each query (second-to-last dimension) the keys up to its own

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from megacompile.ir.capture import Capture, ConstantInput
-from megacompile.ir.symbols import Number
-from megacompile.ir.tensors import TensorMeta, tensors_bytes
+from megacompile.ir.tensors import Number, TensorMeta, tensors_bytes
 from megacompile.options import Lowering
 from megacompile.passes.capture.affine import (
     CAUSAL,

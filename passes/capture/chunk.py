@@ -30,8 +30,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir.capture import Capture
 from megacompile.ir.head import ALIGNED_ROWS, equal_chunks, linear_cross_entropy
-from megacompile.ir.symbols import Number
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Number, TensorMeta
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.edit import put, written

@@ -10,8 +10,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput, TensorInput
-from megacompile.ir.symbols import Number, Symbols, has_numbers, symbols_in
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Number, Symbols, TensorMeta, has_numbers, symbols_in
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.text import source_line
 

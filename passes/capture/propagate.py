@@ -26,8 +26,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Ambient, Capture, ParamInput
-from megacompile.ir.keys import PLAIN, constant_key, function_key
+from megacompile.ir.capture import PLAIN, Ambient, Capture, ParamInput, constant_key, function_key
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in

@@ -18,14 +18,13 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.liveness import outliving
+from megacompile.ir.edges import take, token_of, written
 from megacompile.ir.ops import Part, Value
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import is_live
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import take, token_of, written
-from megacompile.ir.values import owns, producer, reads, taken
+from megacompile.ir.values import outliving, owns, producer, reads, taken
 from megacompile.passes.edit import last_item
 
 

@@ -16,11 +16,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.edges import take
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
-from megacompile.ir.tokens import take
 from megacompile.passes.edit import body_of, copied, set_saved_values, trained_bytes, wait_for
 from megacompile.text import format_bytes, numbered
 

@@ -4,7 +4,7 @@
 
 The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
 of that part, and a backward or an update returns the last ops that wrote a part (see
-`megacompile.ir.tokens`). The compute stream is in order across graphs, so its ops need no tokens
+`megacompile.ir.edges`). The compute stream is in order across graphs, so its ops need no tokens
 for the weights and states of a resident bucket, but the h2d stream needs one for its gradients. The
 ops of an update already wait for the bucket's gradients.
 """
@@ -15,10 +15,10 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
+from megacompile.ir.edges import Place, add, tokens_of, written
 from megacompile.ir.ops import Op, Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, add, taken, written
 from megacompile.passes.edit import body_of
 
 
@@ -35,7 +35,7 @@ def insert_tokens(schedule: Schedule) -> Schedule:
 
 def _wait(graph: fx.Graph) -> None:
     touched: set[Place] = set()
-    tokens, body = taken(graph), body_of(graph)
+    tokens, body = tokens_of(graph), body_of(graph)
     for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
         bucket = ops.bucket_of(node)
         op = ops.effects(node)

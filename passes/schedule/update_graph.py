@@ -19,10 +19,10 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.edges import add
 from megacompile.ir.ops import Part
 from megacompile.ir.plan import Places, Plan, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tokens import add
 from megacompile.ir.values import left_of
 from megacompile.passes.edit import body_of
 from megacompile.passes.schedule.insert_disk import insert_disk, insert_disk_weights

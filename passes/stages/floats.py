@@ -21,8 +21,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from megacompile import compat
-from megacompile.ir.symbols import symbols_in
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import TensorMeta, symbols_in
 from megacompile.passes.edit import extracted, value_of
 
 _ASK_THE_NUMBER: dict[str, Callable[..., torch.Tensor]] = {

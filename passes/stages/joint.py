@@ -32,8 +32,7 @@ from megacompile.cost import aten
 from megacompile.ir import ops
 from megacompile.ir.head import narrow_heads
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
-from megacompile.ir.symbols import Symbols, Values
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Symbols, TensorMeta, Values
 from megacompile.ir.tiles import pieces_of
 from megacompile.passes.edit import extracted, needed_for
 from megacompile.passes.stages.numbers import (

@@ -21,8 +21,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.symbols import Number, Values, planned_of
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import Number, TensorMeta, Values, planned_of
 from megacompile.passes.edit import SYMBOLIC, body_of, computed, put, value_of, with_stages
 
 _FLOAT = "megacompile.float"  # in a node's meta: the float that is represented by a tensor

@@ -25,8 +25,7 @@ from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInp
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import input_of
 from megacompile.ir.stages import ArgRef, ParamRef, Stage
-from megacompile.ir.symbols import Number, symbols_in
-from megacompile.ir.tensors import Meta, TensorMeta
+from megacompile.ir.tensors import Meta, Number, TensorMeta, symbols_in
 from megacompile.passes.capture.inputs import VIEW_OF_BASE
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.edit import add_item, written

@@ -25,12 +25,10 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
-from megacompile.ir.capture import Ambient
-from megacompile.ir.keys import graph_key
+from megacompile.ir.capture import Ambient, graph_key
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
-from megacompile.ir.symbols import Values
-from megacompile.ir.tensors import TensorMeta, any_size
+from megacompile.ir.tensors import TensorMeta, Values, any_size
 from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.channels_last import lay_channels_last

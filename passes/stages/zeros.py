@@ -28,8 +28,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.capture import Ambient
-from megacompile.ir.keys import graph_key
+from megacompile.ir.capture import Ambient, graph_key
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta, is_dense

@@ -36,7 +36,7 @@ import torch
 
 from megacompile import compat
 from megacompile.errors import RankError
-from megacompile.ir.collective_order import Collectives, first_difference
+from megacompile.ir.edges import Collectives, first_difference
 from megacompile.log import logger
 
 SILENT_S = 30.0  # no note for this long: the process or machine is gone or stopped

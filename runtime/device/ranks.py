@@ -32,7 +32,7 @@ from megacompile import compat, errors
 from megacompile.cost.rank_rates import all_gather_object
 from megacompile.errors import MegacompileError, RankError
 from megacompile.ir.buckets import Bucket, shard_shape
-from megacompile.ir.collective_order import Collectives
+from megacompile.ir.edges import Collectives
 from megacompile.runtime.device.agreement import SILENT_S, Agreement, described
 
 _STARTED_S = 60.0  # limit of a started host collective, if the user set no timeout
@@ -323,9 +323,7 @@ def _alive(group: weakref.ref[Any]) -> Any:
 def _abort_at_once(groups: Sequence[Any]) -> None:
     """Abort the collectives of several groups together. NCCL's abort of one group waits until the
     GPU is idle, so sequential aborts would hang."""
-    threads = [
-        threading.Thread(target=compat.abort, args=(group,), daemon=True) for group in groups
-    ]
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ from megacompile import compat, progress
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
-from megacompile.ir.symbols import has_numbers
+from megacompile.ir.tensors import has_numbers
 from megacompile.progress import line
 from megacompile.runtime.device.saved import converted
 from megacompile.runtime.model.autograd_nodes import (

@@ -282,7 +282,7 @@ class _Snapshot:
     def _now(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
         """Versions of the buffers, and the number of changes by schedules: those of a BatchNorm
         statistic do not change its version."""
-        held = compat.holders_of_buffers(modules)
+        held = compat.holders(modules, "buffers")
         buffers = [b for holder in held for b in holder.values() if b is not None]
         return (self.machine.assigned, *map(compat.version, buffers))
 

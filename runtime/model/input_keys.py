@@ -33,10 +33,9 @@ from megacompile.ir.capture import (
     PackedInput,
     ParamInput,
     TensorInput,
+    constant_key,
 )
-from megacompile.ir.keys import constant_key
-from megacompile.ir.symbols import Number, SymbolicSizes, Values, is_size
-from megacompile.ir.tensors import TensorMeta, kind_of
+from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta, Values, is_size, kind_of
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.start import Place
 from megacompile.runtime.params.proxies import StreamedParameter

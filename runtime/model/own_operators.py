@@ -288,7 +288,7 @@ _NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transforme
 def _replace_hooks(modules: Iterable[nn.Module], device: torch.device, undos: Undos) -> None:
     found = [
         (hooks, key)
-        for hooks in compat.holders_of_forward_hooks(modules)
+        for hooks in compat.holders(modules, "forward_hooks")
         for key, hook in hooks.items()
         if _is_ours(hook)
     ]

@@ -33,7 +33,7 @@ from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import computed_outputs, expected_tangents
 from megacompile.ir.signature import inputs as inputs_of
-from megacompile.ir.symbols import Number, Symbols
+from megacompile.ir.tensors import Number, Symbols
 from megacompile.ir.values import bytes_of
 from megacompile.plan.compiler import PassCompiler
 from megacompile.runtime.ops.executor import Executor

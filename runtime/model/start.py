@@ -114,7 +114,7 @@ def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Modu
     """Move a model's buffers to the device; `modules`: all of its modules, if known."""
     places = [
         (holder, name, buffer)
-        for holder in compat.holders_of_buffers(modules or compat.modules_of(model))
+        for holder in compat.holders(modules or compat.modules_of(model), "buffers")
         for name, buffer in holder.items()
         if buffer is not None and buffer.device != device
     ]

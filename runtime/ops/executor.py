@@ -21,12 +21,11 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
-from megacompile.ir.collective_order import Collectives
+from megacompile.ir.edges import Collectives, token_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import elsewhere, tangents
 from megacompile.ir.stages import ParamRef
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import token_of
 from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.replay import captured
 from megacompile.runtime.device.streams import Handle

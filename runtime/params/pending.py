@@ -128,7 +128,7 @@ class Pending(Completion):
         guard(tensors, by)
 
     def last_write(self, part: Part) -> Handle:
-        """The last write represented by a token of this bucket (`megacompile.ir.tokens`)."""
+        """The last write represented by a token of this bucket (`megacompile.ir.edges`)."""
         if part is Part.GRADIENTS:
             return Handle(None, Stream.D2H, self.gradients_copied)
         work = self.in_flight

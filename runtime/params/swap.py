@@ -212,7 +212,7 @@ def _places(
 def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
     """The places of tensors: holders, tensor counts, names and components of packed ones; and the
     tensors. Must be fast: every call of a model computes it."""
-    holders = compat.holders_of_parameters(modules)
+    holders = compat.holders(modules, "parameters")
     names = [*chain.from_iterable(holders)]
     params = [*chain.from_iterable(map(dict.values, holders))]
     packed = list(_packed(model)) if any_packed(params) else []

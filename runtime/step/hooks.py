@@ -194,7 +194,7 @@ def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step, register hooks on optimizers of streamed parameters, after the
     user's own hooks."""
     if optimizer in _ATTACHED:
-        compat.put_last(_ATTACHED[optimizer].handles[0])  # after hooks registered in the meantime
+        compat.move_hook(_ATTACHED[optimizer].handles[0], last=True)  # after newer hooks
         return
     if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer steps next
         return
@@ -209,7 +209,7 @@ def attach(optimizer: Optimizer) -> _Hooks:
         first = optimizer.register_step_pre_hook(hooks.before)
         handle = optimizer.register_step_post_hook(hooks.after)
         # before the user's hooks, which may read or zero the gradients
-        compat.put_first(handle)
+        compat.move_hook(handle, last=False)
         saves = optimizer.register_state_dict_pre_hook(_before_state_dict)
         loads = optimizer.register_load_state_dict_pre_hook(_before_load)
         hooks.handles += [first, handle, saves, loads]

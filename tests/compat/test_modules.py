@@ -132,9 +132,9 @@ def test_what_modules_hold_is_found_at_once() -> None:
     modules = compat.modules_of(model)
     assert compat.compiled_calls(modules) == [None, print, None, None]
     for found, each in (
-        (compat.holders_of_parameters(modules), compat.parameters_of),
-        (compat.holders_of_buffers(modules), compat.buffers_of),
-        (compat.holders_of_forward_hooks(modules), lambda m: m._forward_hooks),
+        (compat.holders(modules, "parameters"), compat.parameters_of),
+        (compat.holders(modules, "buffers"), compat.buffers_of),
+        (compat.holders(modules, "forward_hooks"), lambda m: m._forward_hooks),
     ):
         held: list[Any] = [holder for m in modules if (holder := each(m))]
         assert len(found) == len(held) and all(a is b for a, b in zip(found, held, strict=True))

@@ -101,12 +101,12 @@ def test_trace_of_one_step_of_a_module(
 
 ERRORS: list[tuple[list[str], str]] = [
     (["trace", "--step", "9", "SCRIPT"], "after 4 optimizer steps"),
-    (["trace", "--step", "0", "SCRIPT"], "--step 0: needed 1 or more"),
+    (["trace", "--step", "0", "SCRIPT"], "--step: 0: needed 1 or more"),
     (["trace", "nowhere.py"], "'nowhere.py'"),
-    (["trace", "--save", "step.txt", "SCRIPT"], "--save step.txt"),
+    (["trace", "--save", "step.txt", "SCRIPT"], "--save: step.txt"),
     (["trace", "EMPTY"], "no model"),
     (["trace", "-m", "nowhere.train"], "-m nowhere.train: "),
-    (["demo", "--steps", "2"], "--steps 2: needed 3 or more"),
+    (["demo", "--steps", "2"], "--steps: 2: needed 3 or more"),
     (["demo", "--device", "tpu"], "device='tpu'"),
 ]
 
@@ -118,7 +118,11 @@ def test_errors_are_one_line(
     empty = script.with_name("empty.py")
     empty.write_text("")
     names = {"SCRIPT": str(script), "EMPTY": str(empty)}
-    assert main([names.get(a, a) for a in arguments]) == 2
+    try:
+        code = main([names.get(a, a) for a in arguments])
+    except SystemExit as end:  # argparse's
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"megacompile {arguments[0]}: ")
     assert text in error and error.count("\n") == 1
@@ -208,7 +212,7 @@ def test_recipes_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ([], "megacompile: the following arguments are required: COMMAND"),
         (["nothing"], "megacompile: argument COMMAND: invalid choice: 'nothing'"),
         (["trace"], "megacompile trace: the following arguments are required: SCRIPT"),
-        (["demo", "--steps", "many"], "megacompile demo: argument --steps: invalid int value"),
+        (["demo", "--steps", "many"], "megacompile demo: argument --steps: many: needed 3 or more"),
     ],
 )
 def test_arguments_that_are_none(
@@ -237,7 +241,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 MISTAKES = [
     ["frobnicate"], ["--help"], ["plan", "--help"], ["plan", "nowhere.json"],
-    ["plan", "UNKNOWN"], ["plan", "KNOWN", "--seq", "128"], ["plan", "os.path:missing"],
+    ["plan", "KNOWN", "--seq", "128"], ["plan", "os.path:missing"],
     ["plan", "a:b", "--gpu", "tpu"], ["demo", "--width", "33"], ["trace", "-m", "nowhere"],
     ["trace", "--save", "step.txt", "nowhere.py"], ["hardware", "--nonsense"],
 ]  # fmt: skip
@@ -247,11 +251,8 @@ def test_mistakes_are_found_without_torch(tmp_path: Path) -> None:
     """Importing it takes seconds. What needs it gets it then; so do the names of the package. And
     `logging.basicConfig(level=logging.INFO)` alone asks for nothing of ours."""
     config = {"model_type": "qwen2", "max_position_embeddings": 64}
-    for name, changed in {"KNOWN": {}, "UNKNOWN": {"model_type": "qwen33"}}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
-    names = {name: str(tmp_path / name) for name in ("KNOWN", "UNKNOWN")}
-    mistakes = [[names.get(arg, arg) for arg in argv] for argv in MISTAKES]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mistakes = [[str(tmp_path) if arg == "KNOWN" else arg for arg in argv] for argv in MISTAKES]
     code = f"""
 import contextlib, io, logging, runpy, sys
 import megacompile

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.collective_order import Collectives
+from megacompile.ir.edges import Collectives
 from tests import inside
 
 T = TypeVar("T")

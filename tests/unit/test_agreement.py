@@ -26,7 +26,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from megacompile.cost import rank_rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.errors import RankError
-from megacompile.ir.collective_order import Collectives
+from megacompile.ir.edges import Collectives
 from megacompile.runtime.device.agreement import Agreement, Note, Wait
 from tests.ranks.here import error_of
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile.ir import ops
-from megacompile.ir.keys import constant_key, function_key
+from megacompile.ir.capture import constant_key, function_key
 from megacompile.ir.schedule import Schedule
 from tests.actions import apply, frees, parse, text
 from tests.planned import PASSES, rows

@@ -23,7 +23,7 @@ from megacompile.cost.simulate import simulate
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.views import critical_path
-from megacompile.views.prediction import predicted_steps
+from megacompile.views.timeline import predicted_steps
 from tests.draws import drawn
 from tests.zoo import Stack, scheduled
 

@@ -28,9 +28,9 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import host_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
+from megacompile.ir.edges import take, token_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import take, token_of
 from megacompile.verify.proof import verify
 from tests.actions import Stubs, apply, frees, parse, waits
 from tests.originals import any_plan

@@ -19,12 +19,12 @@ from megacompile.cost.simulate import Prediction, simulate
 from megacompile.errors import OptionError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
+from megacompile.ir.edges import take
 from megacompile.ir.ops import Part
 from megacompile.ir.plan import Places, Plan, Updater
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
-from megacompile.ir.tokens import take
 from tests.planned import planned
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together

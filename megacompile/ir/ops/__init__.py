@@ -2,7 +2,7 @@
 
 The nodes show all of a schedule's synchronisation: the values that a node takes (read after write),
 the order of its stream, and `after=` (write after read, free after use, and tokens of earlier
-graphs: `megacompile.ir.tokens`). The
+graphs: `megacompile.ir.edges`). The
 runtime turns each such edge that crosses streams into an event record and a wait; the same edges
 are what `megacompile.verify` proves. The functions here only name the ops and declare their effects
 (`megacompile.ir.ops.op`); `megacompile.runtime.ops.executor` implements them.
