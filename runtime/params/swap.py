@@ -66,6 +66,7 @@ class Proxies:
         self._found = _found(model, modules)
         self._containers = _containers(modules, self._made)
         self._swapped: list[Any] = []  # containers that hold proxies
+        self._tuples: dict[int, tuple[Any, Any]] = {}  # by id: with proxies, with parameters
         self._set(sites)
 
     def _set(self, sites: list[Site]) -> None:
@@ -108,7 +109,7 @@ class Proxies:
 
     def forget(self) -> None:
         self._made.clear()
-        self._containers, self._swapped, self._found = [], [], ()
+        self._containers, self._swapped, self._tuples, self._found = [], [], {}, ()
         self._set([])
 
     def swap_in(self, undos: Undos) -> None:
@@ -123,18 +124,20 @@ class Proxies:
         exchange(holders, names, params, proxies)
         if self._containers:
             self._swapped = [attributes.get(name) for attributes, name in self._containers]
-            self._exchange_in_containers(lambda value: self._made.get(id(value), value))
+            seen = self._exchange_in_containers(lambda value: self._made.get(id(value), value))
+            self._tuples = {id(new): (new, old) for old, new in seen.values() if new is not old}
 
-    def _exchange_in_containers(self, other: Callable[[Any], Any]) -> None:
+    def _exchange_in_containers(self, other: Callable[[Any], Any]) -> Seen:
         """The same in lists, tuples and dicts of modules, so that `self.tied[0] is self.weight`
         holds in a forward too, and operations on a parameter from a list are streamed. A module may
         put another list in the place of one in a call, like nn.LSTM."""
-        seen = set[int]()
+        seen: Seen = {}
         for container in self._swapped:
-            _exchanged(container, other, seen)
+            _exchanged(container, other, seen, self._tuples)
         for attributes, name in self._containers:
             if name in attributes:
-                attributes[name] = _exchanged(attributes[name], other, seen)
+                attributes[name] = _exchanged(attributes[name], other, seen, self._tuples)
+        return seen
 
     def _follow(self, undos: Undos) -> None:
         """Recreate the proxies of parameters whose `requires_grad` changed.
@@ -169,7 +172,7 @@ class Proxies:
         self.are_in = False
         if self._containers:
             self._exchange_in_containers(_outside)
-            self._swapped = []
+            self._swapped, self._tuples = [], {}
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
         if self.notice.used:
@@ -272,6 +275,7 @@ class StandIns:
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (list, tuple, *_DICTS)
+Seen = dict[int, tuple[Any, Any]]  # by id: a container, and itself or what replaces it
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
@@ -292,27 +296,37 @@ def _containers(
 def _holds(value: Any, known: Mapping[int, object], seen: set[int]) -> bool:
     if type(value) not in _CONTAINERS:
         return id(value) in known
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
+    if type(value) is not tuple:  # a tuple is replaced wherever it is
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
     members = value.values() if type(value) in _DICTS else value
     return any([_holds(each, known, seen) for each in members])
 
 
-def _exchanged(value: Any, other: Callable[[Any], Any], seen: set[int]) -> Any:
-    """A container whose members are exchanged: a new one if it is a tuple that changes."""
+def _exchanged(
+    value: Any,
+    other: Callable[[Any], Any],
+    seen: Seen,
+    before: Mapping[int, tuple[Any, Any]],  # by id: a tuple, and what replaces it
+) -> Any:
+    """A container whose members are exchanged: another one if it is a tuple that changes."""
     kind = type(value)
-    if kind is tuple:
-        made = tuple([_exchanged(each, other, seen) for each in value])
-        return value if all(map(operator.is_, made, value)) else made
-    if kind is not list and kind not in _DICTS:
+    if kind not in _CONTAINERS:
         return other(value)
-    if id(value) not in seen:
-        seen.add(id(value))
-        for key in range(len(value)) if kind is list else list(value):
-            made = _exchanged(value[key], other, seen)
-            if made is not value[key]:
-                value[key] = made
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if kind is tuple:
+        made = tuple([_exchanged(each, other, seen, before) for each in value])
+        changes = not all(map(operator.is_, made, value))
+        made = before.get(id(value), (value, made))[1] if changes else value
+        seen[id(value)] = value, made
+        return made
+    seen[id(value)] = value, value
+    for key in range(len(value)) if kind is list else list(value):
+        made = _exchanged(value[key], other, seen, before)
+        if made is not value[key]:
+            value[key] = made
     return value
 
 

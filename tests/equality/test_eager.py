@@ -276,6 +276,35 @@ def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
         assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
 
 
+class Reads(nn.Module):
+    """A layer without parameters of its own: it reads a tuple of others'."""
+
+    def __init__(self, pair: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.pair)
+
+
+def test_a_tuple_of_parameters_is_exchanged_in_all_modules_that_share_it() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        found.append([each.pair[0] is m.last.weight for each in (m.first, m.second)])
+        return m.second(m.first(x))
+
+    last = nn.Linear(WIDTH, WIDTH)
+    shared, found = (last.weight, last.bias), list[list[bool]]()
+    models = pair(Applies(forward, first=Reads(shared), second=Reads(shared), last=last))
+    tuples = [model.first.pair for model in models]
+    assert models[1].second.pair is tuples[1]
+    with megacompile.eager(models[1]):
+        assert equal(*(model(torch.ones(2, WIDTH)) for model in models))
+    assert found == [[True, True]] * 2
+    for model, before in zip(models, tuples, strict=True):
+        assert model.first.pair is model.second.pair is before
+        assert before[0] is model.last.weight
+
+
 def test_as_many_are_resident_as_leave_half_of_the_room() -> None:
     """For what the code computes. The others are fetched."""
 
