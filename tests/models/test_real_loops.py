@@ -93,8 +93,6 @@ def test_few_captures_with_inductor(name: str) -> None:
     assert_few_captures(ours, run(loop, Engine.COMPILE, **options))
 
 
-pytest.importorskip("accelerate")
-
 FLAGS: dict[str, dict[str, Any]] = {
     "checkpoints": {"gradient_checkpointing": True},
     "reentrant": {
@@ -108,6 +106,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 def trained(folder: Path, flags: dict[str, Any], *, streamed: bool) -> dict[str, Any]:
     """Losses, norms of gradients and parameters of some steps."""
+    pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
 
     config = Qwen2Config(
