@@ -222,8 +222,7 @@ class Executor:
         machine.streams.alone = self._alone[name]
         for key, token in self._inputs[name]:
             if token is None:
-                value = inputs.pop(key)
-                taken.append(value if type(value) is Handle else Handle(value, Stream.COMPUTE))
+                taken.append(_handle(inputs.pop(key)))  # no local name, which would keep a value
             else:
                 pending = machine.buckets[token.bucket.key].pending
                 taken.append(pending.last_write(token.part))
@@ -294,6 +293,10 @@ def _alone(outputs: Sequence[Any]) -> list[Any]:
     }
     users = Counter(memory.values())
     return [v.detach() if users[memory.get(id(v), -1)] == 1 else v for v in outputs]
+
+
+def _handle(value: Any) -> Handle:
+    return value if type(value) is Handle else Handle(value, Stream.COMPUTE)
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
