@@ -157,19 +157,22 @@ class DiskBuffer(HostBuffer):
 
     Readers outside of a step use the mapping, by page faults. A step reads and writes the same
     bytes by direct I/O, into and out of page-locked memory; see [Note: coherence] in
-    `runtime/disk/scratch.py`. A child of a fork has only the mapping: see [Note: forks].
+    `runtime/disk/scratch.py`. A child of a fork has only the mapping: see [Note: forks]. What it
+    creates is in private memory: the parent would allocate the same range.
 
     Raises:
         DiskError: the disk is full, `disk_memory=` is used up, or files cannot be mapped.
     """
 
     file: ScratchFile
-    _place: Place | None = None  # until a range is allocated, or if none is free
+    _place: Place | None = None  # until a range is allocated, if none is free, in a child
 
     def __new__(cls, size_bytes: int, file: ScratchFile) -> DiskBuffer:
         size = file.round_up(size_bytes)
         made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         made.file, made._process = file, os.getpid()
+        if made._process != file.process:
+            return made
         made._place = file.take(size)
         made._at = file.fd, made._place.at
         if number := made._map(mmap.MAP_SHARED, *made._at):
@@ -187,7 +190,7 @@ class DiskBuffer(HostBuffer):
     @property
     def ours(self) -> bool:
         """True if this process allocated the range; False in a child of a fork."""
-        return self._process == os.getpid()
+        return self.file.process == os.getpid()
 
     def span(self, memory: Memory) -> FileSpan:
         """The whole buffer, paired with memory to copy to or from."""

@@ -111,10 +111,11 @@ class HostBucket:
 
     def _take(self) -> None:
         """Copy the parameters into the bucket's memory and point them to it."""
-        if self.on_disk is not None:
-            self._write(self.on_disk)
+        there = self.on_disk if self.on_disk is not None and self.on_disk.ours else None
+        if there is not None:
+            self._write(there)
         for param, value in zip(self.params, self.values, strict=True):
-            if self.on_disk is None:
+            if there is None:
                 value.copy_(compat.local(param).detach())
             set_storage(param, value)
 

@@ -390,6 +390,23 @@ def test_what_a_child_of_a_fork_does_is_its_own(tmp_path: Path) -> None:
     assert_same(values((model, optimizer)), wanted)
 
 
+@trains_in_a_child
+@pytest.mark.parametrize("mode", ["exact", "in the backward"])
+def test_a_child_of_a_fork_creates_its_states_apart_from_the_parents(
+    tmp_path: Path, mode: str
+) -> None:
+    wanted = in_memory(mode)
+    both = trained(tmp_path, 0, **MODES[mode], **WEIGHTS)
+
+    def trains() -> None:
+        run(*both, 8)
+        assert_same(values(both), wanted)
+
+    in_child(trains)
+    run(*both, 8)
+    assert_same(values(both), wanted)
+
+
 @pytest.mark.parametrize(
     ("mode", "place"), [("exact", WEIGHTS), ("in the backward", {"resident": "40KiB"})], ids=str
 )
