@@ -235,6 +235,18 @@ def drop_disk_buffers(model: nn.Module) -> None:
         leases._free = deque(None for _ in leases._free)
 
 
+def lent_buffers(model: nn.Module) -> int:
+    """The buffers for data on a disk that are not returned once all work has ended."""
+    of = machine(model)
+    for bucket in of.buckets.values():
+        bucket.pending.wait()
+    staging, lent = of.staging, 0
+    for leases in (staging.states, staging.prefetches, staging.updates) if staging else ():
+        leases._thread.call(lambda: None)  # what it has still to take back
+        lent += leases.count - len(leases._free)
+    return lent
+
+
 @contextmanager
 def before_each_op(model: nn.Module, function: Callable[[Stream], None] | None) -> Iterator[None]:
     """For its duration a function is called on the stream of each op, ahead of it."""

@@ -161,9 +161,9 @@ class BucketBuffers(Lender):
 
     def write(self, lease: BucketLease, request: Request) -> None:
         """Return the buffer once a write of its content has completed."""
+        request.at_end = lease.release  # first: a lease with a write is not given up
         lease.write = request
         self.written_bytes += request.size_bytes
-        request.at_end = lease.release
 
     def take_back(self, lease: Lease, used: Completion | None) -> None:
         assert isinstance(lease, BucketLease)

@@ -266,6 +266,9 @@ class Workers:
             self.submit(job)
         except BaseException:
             job.call_off()
+            for lease in staged:
+                if lease.write is not None:
+                    lease.write.begin()  # it fails, and returns its buffer
             raise
         return flying
 

@@ -29,7 +29,9 @@ from megacompile import explain, full_parameters, megacompile, released, save, u
 from megacompile.errors import DiskError, HostMemoryError, OptimizerError
 from tests import disks, inside, quantized, zoo
 from tests.equality import cells
+from tests.interrupts import traced
 from tests.processes import in_child, trains_in_a_child
+from tests.stateful.late import AtCall
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),
@@ -112,6 +114,19 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 def in_memory(mode: str, steps: int = 8) -> list[Tensor]:
     """What the same loop gives without a disk."""
     return values(trained(None, steps, **MODES[mode]))
+
+
+def test_a_step_that_is_interrupted_returns_its_buffers(tmp_path: Path) -> None:
+    """After the write of new parameters exists, before the update that it waits for is known."""
+    model, optimizer = trained(tmp_path, 2, **WEIGHTS)
+    loss_of(model, 2).backward()
+    with pytest.raises(KeyboardInterrupt), traced(AtCall("then", 1, KeyboardInterrupt())):
+        optimizer.step()
+    end_s = time.monotonic() + 5  # its write fails in a thread
+    while inside.lent_buffers(model) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert inside.lent_buffers(model) == 0
+    run(model, optimizer, 5, first=3)
 
 
 def test_states_are_read_when_the_write_of_a_backward_is_done(tmp_path: Path) -> None:
