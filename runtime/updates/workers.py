@@ -266,9 +266,9 @@ class Workers:
             self.submit(job)
         except BaseException:
             job.call_off()
-            for lease in staged:
-                if lease.write is not None:
-                    lease.write.begin()  # it fails, and returns its buffer
+            if bucket.pending.in_flight is None:  # its writes have no waiter to start them
+                for lease in staged:
+                    lease.write = None  # so the failed run gives it up
             raise
         return flying
 

@@ -122,7 +122,7 @@ def test_a_step_that_is_interrupted_returns_its_buffers(tmp_path: Path) -> None:
     loss_of(model, 2).backward()
     with pytest.raises(KeyboardInterrupt), traced(AtCall("then", 1, KeyboardInterrupt())):
         optimizer.step()
-    end_s = time.monotonic() + 5  # its write fails in a thread
+    end_s = time.monotonic() + 5  # threads end reads that have begun
     while inside.lent_buffers(model) and time.monotonic() < end_s:
         time.sleep(0.01)
     assert inside.lent_buffers(model) == 0
