@@ -161,7 +161,8 @@ class BucketBuffers(Lender):
 
     def write(self, lease: BucketLease, request: Request) -> None:
         """Return the buffer once a write of its content has completed."""
-        request.at_end = lease.release  # first: a lease with a write is not given up
+        # first, because a lease with a write is not given up
+        request.at_end = lease.release
         lease.write = request
         self.written_bytes += request.size_bytes
 
