@@ -87,10 +87,12 @@ class Options:
             OptionTypeError: a value has the wrong type, or the option does not exist (also a
                 `TypeError`).
         """
-        for name in given.keys() - {field.name for field in fields(Options)}:
+        known = {field.name for field in fields(Options)}
+        for name in given:
             if name in _REMOVED:
                 raise OptionTypeError(f"megacompile(): {name}= was removed; {_REMOVED[name]}")
-            raise OptionTypeError(f"megacompile() got an unexpected keyword argument {name!r}")
+            if name not in known:
+                raise OptionTypeError(f"megacompile() got an unexpected keyword argument {name!r}")
         above: dict[str, Any] = {}
         for field in fields(Options):
             if field.name in given or field.default is MISSING:

@@ -31,6 +31,7 @@ from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.updates.leases import BucketBuffers
 from megacompile.verify import proof
 from tests.interrupts import profiled
 
@@ -225,23 +226,25 @@ class _Chosen:
         return found._replace(choice=replace(found.choice, **self.choice))
 
 
-def drop_disk_buffers(model: nn.Module) -> None:
-    """Let whoever reads from a disk next need new buffers."""
+def _disk_leases(model: nn.Module) -> list[BucketBuffers]:
+    """The pools of buffers for data on a disk, after the work in flight."""
     of = machine(model)
     for bucket in of.buckets.values():
         bucket.pending.wait()
     staging = of.staging
-    for leases in (staging.states, staging.prefetches, staging.updates) if staging else ():
+    return [staging.states, staging.prefetches, staging.updates] if staging else []
+
+
+def drop_disk_buffers(model: nn.Module) -> None:
+    """Let whoever reads from a disk next need new buffers."""
+    for leases in _disk_leases(model):
         leases._free = deque(None for _ in leases._free)
 
 
 def lent_buffers(model: nn.Module) -> int:
     """The buffers for data on a disk that are not returned once all work has ended."""
-    of = machine(model)
-    for bucket in of.buckets.values():
-        bucket.pending.wait()
-    staging, lent = of.staging, 0
-    for leases in (staging.states, staging.prefetches, staging.updates) if staging else ():
+    lent = 0
+    for leases in _disk_leases(model):
         leases._thread.call(lambda: None)  # what it has still to take back
         lent += leases.count - len(leases._free)
     return lent
