@@ -256,7 +256,7 @@ def _has_code(update: Update) -> bool:
 
 def _reach(first: Update, numel: int, second: Update) -> int:
     """The number of elements of an update and its neighbours, together `numel`, and the next one,
-    with the padding between them, whose values are never read; 0 if they cannot be merged."""
+    with the padding between them, whose values nothing else reads; 0 if they cannot be merged."""
     elements = (second.param.data_ptr() - first.param.data_ptr()) // first.param.itemsize
     if (
         tuple(first.hyper) != tuple(second.hyper)
