@@ -57,28 +57,6 @@ def test_saved_tensors_hooks_are_off_and_come_back() -> None:
     assert packed == ["inner", "outer"]
 
 
-def test_what_a_backward_is() -> None:
-    """Its number, and whether it keeps the graph."""
-    assert inside(compat.keeps_graph, retain_graph=True) is True
-    assert inside(compat.keeps_graph) is False
-    assert compat.backward_id() == -1
-    first, second = inside(compat.backward_id), inside(compat.backward_id)
-    assert -1 not in (first, second) and first != second
-
-
-def test_hooks_of_a_node_follow_what_is_registered() -> None:
-    node = leaf().exp().grad_fn
-    assert node is not None
-    before, behind = compat.hooks_of(node)
-    assert (len(before), len(behind)) == (0, 0)
-    handle = node.register_prehook(lambda gradients: None)
-    node.register_hook(lambda gradients, outputs: None)
-    node.register_hook(lambda gradients, outputs: None)
-    assert (len(before), len(behind)) == (1, 2)
-    handle.remove()
-    assert len(before) == 0
-
-
 def test_what_a_backward_accumulates_into() -> None:
     """Into each, and into all of the first ones."""
     a, b, c = leaf(), leaf(), leaf()
@@ -134,14 +112,6 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.grad is None for each in (stand_in, a)] == [True, False]
 
 
-def test_the_node_of_a_root() -> None:
-    w = leaf()
-    value = w.exp()
-    edge = torch.autograd.graph.get_gradient_edge(value)
-    assert compat.root_node(value) is compat.root_node(edge) is value.grad_fn
-    assert compat.root_node(w) is compat.accumulator_of(w)
-
-
 class Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -150,25 +120,6 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
-
-
-def test_the_class_of_a_node() -> None:
-    """`apply` unwraps what a transform has left."""
-    x = leaf()
-    result = compat.apply(Twice, x)
-    node: Any = result.grad_fn
-    assert type(node) is compat.node_class(Twice)
-    assert type(x.exp().grad_fn) is not compat.node_class(Twice)
-    ends = [end for end, _ in node.next_functions]
-    assert ends == [compat.accumulator_of(x)] and type(ends[0]) is compat.ACCUMULATOR
-    left: list[Tensor] = []
-
-    def leaves_it(x: Tensor) -> Tensor:
-        left.append(x)
-        return x.sum()
-
-    torch.func.grad(leaves_it)(torch.ones(3))
-    assert compat.apply(Twice, left[0]).tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("hurried", [False, True])
@@ -201,15 +152,6 @@ def test_compiled_autograd_is_seen() -> None:
     assert True in seen
 
 
-def test_callbacks_run_as_a_backward_ends() -> None:
-    order: list[str] = []
-    w = leaf()
-    w.register_hook(lambda gradient: compat.when_backward_ends(lambda: order.append("end")))
-    w.register_post_accumulate_grad_hook(lambda param: order.append("gradient"))
-    w.exp().sum().backward()
-    assert order == ["gradient", "end"]
-
-
 def test_hooks_change_places() -> None:
     order: list[int] = []
     model = torch.nn.Linear(1, 1)
@@ -220,15 +162,6 @@ def test_hooks_change_places() -> None:
     assert order == [2, 1, 3, 0]
     hooks[3].remove()
     compat.move_hook(hooks[3], last=True)  # of what is gone
-
-
-def test_what_was_changed_in_place() -> None:
-    y = leaf().exp()
-    y.mul_(2)
-    with pytest.raises(RuntimeError) as caught:
-        y.sum().backward()
-    assert compat.is_overwritten(caught.value)
-    assert not compat.is_overwritten(RuntimeError("out of memory"))
 
 
 @pytest.mark.parametrize("timeout_s", [None, 7.0])
@@ -277,79 +210,6 @@ def mesh() -> Iterator[DeviceMesh]:
 def shared(mesh: DeviceMesh, *shape: int) -> Any:
     values = torch.arange(float(torch.Size(shape).numel())).view(shape)
     return nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
-
-
-def test_the_part_is_the_very_tensor(mesh: DeviceMesh) -> None:
-    """And can be exchanged."""
-    param = shared(mesh, 3, 2)
-    part = compat.local(param)
-    assert type(part) is torch.Tensor and part is param._local_tensor
-    assert compat.is_sharded(param) and not compat.is_sharded(part)
-    assert compat.local(part) is part and compat.local(None) is None
-    assert all(a is b for a, b in zip(compat.locals_of([param, part]), [part] * 2, strict=True))
-    part.add_(1)
-    assert param.full_tensor()[0, 0] == 1
-    mine = torch.full((3, 2), 7.0)
-    compat.set_local(param, mine)
-    assert compat.local(param) is mine
-    with torch.no_grad():
-        param.mul_(2)
-    assert mine.eq(14).all() and param.to_local().data_ptr() == mine.data_ptr()
-
-
-def test_data_of_a_dtensor_cannot_be_replaced(mesh: DeviceMesh) -> None:
-    """docs/limits.md says so."""
-    param = shared(mesh, 3, 2)
-    param.data = param.data * 2
-    assert param.full_tensor()[0, 1] == 1
-
-
-def test_a_tensor_like_another(mesh: DeviceMesh) -> None:
-    param = shared(mesh, 3, 2)
-    part = torch.ones(3, 2, dtype=torch.bfloat16)
-    made: Any = compat.like(param, part)
-    assert isinstance(made, DTensor) and made.placements == (Shard(0),)
-    assert made.shape == param.shape and made.dtype == torch.bfloat16
-    assert compat.local(made) is part and compat.storage_users(part) == 1
-    assert compat.like(part, param) is param
-
-
-def test_a_shared_parameter(mesh: DeviceMesh) -> None:
-    part = torch.ones(3, 2)
-    made: Any = compat.sharded_parameter(
-        part, mesh, [Shard(0)], torch.Size((3, 2)), requires_grad=True
-    )
-    assert isinstance(made, nn.Parameter) and isinstance(made, DTensor) and made.is_leaf
-    assert compat.local(made).data_ptr() == part.data_ptr() and made.stride() == (2, 1)
-
-
-def test_values_of_all_ranks(mesh: DeviceMesh) -> None:
-    param = shared(mesh, 3, 2)
-    assert compat.mesh_of(param) is mesh
-    value = torch.randn(3, 2)
-    assert compat.local(compat.distributed(value, param)).equal(value)
-    assert compat.whole(param, value).equal(value)
-    mean: Any = compat.averaged(value, param)
-    assert mean.placements == (Shard(0),) and compat.local(mean).equal(value)
-
-
-def test_collectives_have_the_arguments_that_are_used(mesh: DeviceMesh) -> None:
-    out, given = torch.zeros(4), torch.ones(4)
-    compat.ALL_GATHER(out, given, group=mesh.get_group(0))
-    assert out.equal(given)
-    compat.REDUCE_SCATTER(out.zero_(), given, op=dist.ReduceOp.SUM, group=mesh.get_group(0))
-    assert out.equal(given)
-    with compat.coalesced(mesh.get_group(0), torch.device("cpu")):
-        compat.ALL_GATHER(out, given, group=mesh.get_group(0))
-
-
-def test_where_autograd_ends(mesh: DeviceMesh) -> None:
-    for shape in ((3, 2), (0, 2)):  # a view of no rows cannot be divided
-        param = shared(mesh, *shape)
-        node = compat.accumulator_of(param)
-        assert "AccumulateGrad" in type(node).__name__
-        (param * 2).sum().backward()
-        assert compat.accumulator_of(param) is node
 
 
 def test_a_part_behind_the_beginning_of_its_memory_is_copied(mesh: DeviceMesh) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
 from tests.processes import group_of_one
@@ -62,19 +60,6 @@ def test_sizes_of_a_frame_that_is_gone_are_forgotten() -> None:
         assert frame.__code__.co_name == "sized"
         del frame
     assert kinds == [Tensor, Tensor]  # and no torch.SymInt
-
-
-def test_a_call_takes_the_way_of_the_compiled_one() -> None:
-    model = nn.Linear(2, 2)
-    assert compat.compiled_call(model) is None
-    compat.set_compiled_call(model, lambda x: "ours")
-    assert model(torch.ones(2)) == "ours" and compat.compiled_call(model) is not None
-    assert compat.compiled_call(copy.deepcopy(model)) is None
-    assert isinstance(compat.frame_of(model, "frame")(torch.ones(2)), Tensor)
-    vars(model)[compat.COMPILED_CALL] = None
-    assert isinstance(model(torch.ones(2)), Tensor)
-    model.compile(backend="eager")
-    assert compat.compiled_call(model) is not None
 
 
 class Wrapper(torch.Tensor):
@@ -144,44 +129,6 @@ def test_what_modules_hold_is_found_at_once() -> None:
     assert compat.modules_of(model) == list(model.modules())
 
 
-def test_methods_that_are_replaced_are_called() -> None:
-    called: list[str] = []
-
-    def noted(name: str, function: Any, *args: Any) -> Any:
-        called.append(name)
-        return function(*args)
-
-    uses = {
-        compat.CALL: lambda model: model(torch.ones(2)),
-        compat.APPLY: lambda model: model.to(torch.float64),
-    }
-    for name, use in uses.items():
-        model = nn.Linear(2, 2)
-        stock = getattr(model, name)
-        setattr(model, name, functools.partial(noted, name, stock))
-        use(model)  # type: ignore[no-untyped-call]
-    assert called == [compat.CALL, compat.APPLY]
-
-
-def test_what_functional_calls_give() -> None:
-    """And the dicts of a module are its own."""
-    model = Asks(compat.given_to_functional_call)
-    weight, other = torch.zeros(2), torch.ones(2)
-    torch.func.functional_call(model, {"weight": weight, "scale": other}, (torch.ones(2),))
-    model(torch.ones(2))
-    assert model.seen == [{id(weight): weight, id(other): other}, {}]
-    params, buffers = compat.parameters_of(model), compat.buffers_of(model)
-    params["weight"] = param = nn.Parameter(torch.zeros(2))
-    buffers["scale"] = torch.full((2,), 3.0)
-    assert model.weight is param and model.scale is buffers["scale"]
-
-
-def test_the_module_in_an_optimized_one() -> None:
-    model = nn.Linear(2, 2)
-    optimized: Any = torch.compile(model)
-    assert compat.without_torch_compile(optimized) is compat.without_torch_compile(model) is model
-
-
 # --- optimizers
 
 
@@ -196,20 +143,6 @@ def test_scaled_losses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         loss = w.sum()
         (scaler.scale(loss) if scaler else loss).backward()
     assert seen == [True, False, True, False] and not compat.loss_is_scaled()
-
-
-def test_a_step_without_the_hooks_for_all() -> None:
-    param, seen = nn.Parameter(torch.ones(2)), []
-    param.grad = torch.ones(2)
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
-    try:
-        compat.step_without_hooks(optimizer)
-        assert seen == [] and torch.equal(param, torch.zeros(2))
-        optimizer.step()
-        assert seen == [1]
-    finally:
-        handle.remove()
 
 
 def test_states_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

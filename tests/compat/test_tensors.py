@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import compat
-from tests.quantized import Int8, Packed
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 aten = torch.ops.aten
@@ -66,24 +63,6 @@ def test_whose_memory_it_is() -> None:
     assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
 
 
-def test_guards_of_tensors_ask_all_that_a_key_says() -> None:
-    a, b = torch.zeros(3, 4), torch.zeros(2, dtype=torch.int64)
-    alike = compat.tensor_guards([a, b])
-    assert alike([a, b]) and alike([torch.ones(3, 4), b + 1])
-    for other in (
-        torch.zeros(4, 3).t(),
-        torch.zeros(3, 5),
-        torch.zeros(3, 4, dtype=torch.float64),
-        torch.zeros(3, 4, device="meta"),
-        torch.zeros(3, 4, requires_grad=True),
-        torch.zeros(3, 4).to_sparse(),
-        nn.Parameter(torch.zeros(3, 4), requires_grad=False),
-    ):
-        assert not alike([other, b]), other
-    assert compat.tensor_guards([])([])
-    assert {type(each) for each in (a, nn.Parameter(a), nn.Buffer(a))} <= {*compat.PLAIN_TENSORS}
-
-
 def test_versions_count_changes_in_place() -> None:
     tensor = torch.zeros(4)
     before = compat.version(tensor)
@@ -103,20 +82,6 @@ def test_versions_count_changes_in_place() -> None:
     assert mean.any() and compat.versions([mean, variance]) == [0, 0]
 
 
-class Wrapped(Tensor):
-    """Says what is asked of it, and knows no operator."""
-
-    asked: list[str] = []
-    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        cls.asked.append(compat.operator_name(func))
-        return torch.zeros(2)
-
-
 class Listening(Tensor):
     asked: list[Any] = []
 
@@ -125,36 +90,6 @@ class Listening(Tensor):
         cls.asked.append(func)
         with compat.without_torch_function():
             return func(*args, **(kwargs or {}))
-
-
-def test_wrappers_have_looks_and_no_data() -> None:
-    like = torch.zeros(4, 2, dtype=torch.bfloat16).t().requires_grad_()
-    made = compat.wrapper(Wrapped, like, torch.device("cpu"))
-    assert isinstance(made, Wrapped)
-    assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
-    assert made.requires_grad and made.is_leaf
-    Wrapped.asked.clear()
-    torch.Tensor.add(made, 1)
-    assert Wrapped.asked == ["add"]
-    assert compat.NO_TORCH_FUNCTION is Wrapped.__torch_function__
-
-
-def test_subclasses_are_not_asked() -> None:
-    tensor = torch.zeros(2).as_subclass(Listening)
-    Listening.asked.clear()
-    assert compat.torch_function_enabled()
-    with compat.without_torch_function():
-        assert not compat.torch_function_enabled()
-        tensor.add(1)
-    state = compat.torch_function_state()
-    compat.set_torch_function_state(compat.NO_SUBCLASSES)
-    try:
-        tensor.add(1)
-    finally:
-        compat.set_torch_function_state(state)
-    assert Listening.asked == []
-    tensor.add(1)
-    assert Listening.asked == [Tensor.add]
 
 
 def test_what_asks_for_no_data() -> None:
@@ -179,76 +114,6 @@ def test_what_asks_for_no_data() -> None:
     tensor.data = torch.ones(2)
     assert set(Listening.asked) == compat.OVERWRITING
     assert not compat.OVERWRITING & {Tensor.add_, Tensor.__setitem__, Tensor.clone}
-
-
-def test_hooks_of_a_parameter() -> None:
-    def hook(param: Tensor) -> None: ...
-
-    param, another = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    assert not compat.gradient_hooks(param) and not compat.any_hooked([another, param])
-    param.register_hook(lambda gradient: None)
-    assert compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
-    assert compat.any_hooked([another, param]) and not compat.any_accumulate_hooks([param])
-    handle = another.register_post_accumulate_grad_hook(hook)
-    assert compat.post_accumulate_hooks(another) == [hook] and compat.any_hooked([another])
-    assert compat.any_accumulate_hooks([param, another])
-    handle.remove()
-    assert compat.post_accumulate_hooks(another) == []
-
-
-def test_modes_are_left_for_a_while() -> None:
-    """Inference mode, autocast and the default device."""
-    a = torch.ones(2, 2)
-    with torch.inference_mode():
-        with compat.outside_inference_mode():
-            assert not torch.zeros(1).is_inference() and not torch.is_inference_mode_enabled()
-        assert torch.is_inference_mode_enabled()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with compat.without_autocast():
-            assert (a @ a).dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        assert (a @ a).dtype == torch.bfloat16
-    with torch.device("meta"), compat.on_host():
-        assert torch.zeros(1).device.type == "cpu"
-    torch.set_default_device("meta")
-    try:
-        with compat.on_host():
-            assert torch.zeros(1).device.type == "cpu"
-        assert torch.zeros(1).device.type == "meta"
-    finally:
-        torch.set_default_device(None)
-
-
-def test_exports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in (
-        (torch._C, "_to_dlpack"),
-        (torch._C, "_to_dlpack_versioned"),
-        (torch.utils.dlpack, "to_dlpack"),
-        (torch, "to_dlpack"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    asked: list[Any] = []
-    compat.ask_before_export(asked.append)
-    tensor = torch.zeros(2)
-    torch.utils.dlpack.from_dlpack(tensor)
-    torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
-    assert len(asked) >= 2 and all(each is tensor for each in asked)
-
-
-def test_what_is_on_is_seen() -> None:
-    """Transforms, and the profiler."""
-    seen: list[tuple[bool, bool]] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append((compat.in_transform(), compat.is_of_transform(x)))
-        return x.sum()
-
-    look(torch.zeros(2))
-    torch.func.vmap(look)(torch.zeros(2, 2))
-    torch.func.grad(look)(torch.zeros(2))
-    assert seen == [(False, False), (True, True), (True, True)]
-    assert not compat.profiler_enabled()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert compat.profiler_enabled()
 
 
 # --- operators
@@ -281,37 +146,6 @@ def test_what_operators_are() -> None:
     assert kernel is not aten.sum.dim_IntList and compat.kernel_of(torch.add) is torch.add
     x = torch.ones(2, 3)
     assert torch.equal(kernel(x, [1], keepdim=True), x.sum(1, keepdim=True))
-
-
-def test_what_chooses_kernels_is_read_and_set() -> None:
-    before = compat.kernel_switches()
-    assert hash(before) == hash(compat.kernel_switches())
-    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        with torch.backends.cudnn.flags(enabled=False, deterministic=True):
-            within = compat.kernel_switches()
-    assert within[:4] == (True, False, True, False)
-    assert within != compat.kernel_switches()
-    compat.set_kernel_switches(within)
-    assert compat.kernel_switches() == within
-    assert not torch.backends.cudnn.enabled and torch.backends.cudnn.deterministic
-    compat.set_kernel_switches(before)
-    assert compat.kernel_switches() == before
-
-
-def test_dynamo_writes_what_chooses_kernels_into_graphs() -> None:
-    found: set[Any] = set()
-
-    def backend(module: fx.GraphModule, _: Any) -> Any:
-        found.update(node.target for node in module.graph.nodes)
-        return module
-
-    @torch.compile(backend=backend)
-    def attend(x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
-
-    attend(torch.ones(1, 1, 2, 2))
-    assert found & set(compat.CHOOSES_KERNELS)
 
 
 def test_whose_code_a_captured_graph_calls() -> None:
@@ -366,32 +200,6 @@ def test_the_memory_and_streams_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
 
 
-def test_wrappers_are_taken_apart_and_put_together() -> None:
-    assert compat.is_wrapper_class(Int8)
-    assert not any(map(compat.is_wrapper_class, (torch.Tensor, nn.Parameter, Packed)))
-    weight = Int8.of(torch.eye(3))
-    names, context = compat.flatten_wrapper(weight)
-    parts = {name: getattr(weight, name) for name in names}
-    assert [*parts] == ["data8", "scale"]
-    again = compat.unflatten_wrapper(Int8, parts, context, weight.shape, weight.stride())
-    assert isinstance(again, Int8) and again.scale is weight.scale
-
-
-def test_memory_is_exchanged_in_place() -> None:
-    """Both tensors stay the objects that they are, with what others keep of them."""
-    a: Any = torch.nn.Parameter(torch.empty(2, device="meta"))
-    b = torch.nn.Parameter(torch.ones(3))
-    a.mark = "a"
-    reference = weakref.ref(a)
-    compat.exchange_memory(a, b)
-    assert id(reference()) == id(a) and a.tolist() == [1.0] * 3 and b.is_meta
-    assert a.mark == "a" and a.requires_grad
-    a.sum().backward()
-    assert a.grad is not None and a.grad.tolist() == [1.0] * 3
-    compat.exchange_memory(a, b)
-    assert a.is_meta and a.shape == (2,)
-
-
 def test_an_operator_that_takes_tensors_for_numbers() -> None:
     made = compat.taking_tensors(aten.addcmul.default, ("value",))
     x, half = torch.arange(4.0), torch.tensor(0.5, dtype=torch.float64)
@@ -429,13 +237,6 @@ def test_clipping_takes_a_class_as_plain_when_it_is_told_so() -> None:
         _foreach_utils._foreach_supported_types[:] = before
 
 
-def test_fp8_products_are_there() -> None:
-    a = torch.ones(16, 16).to(torch.float8_e4m3fn)
-    one = torch.ones(())
-    product = compat.SCALED_MM(a, a.t(), one, one, out_dtype=torch.bfloat16)
-    assert torch.equal(product, torch.full((16, 16), 16.0, dtype=torch.bfloat16))
-
-
 def test_dynamo_asks_classes_where_they_are_shown() -> None:
     class Shown(nn.Parameter):
         """Shows itself as a plain parameter."""
@@ -460,17 +261,6 @@ def test_arguments_of_operators_are_mapped_as_trees_are() -> None:
     named = torch.ones(2, 2).max(0)
     doubled = compat.map_values(lambda v: v * 2, torch.ops.aten.max.dim, named)
     assert type(doubled) is type(named) and torch.equal(doubled.values, named.values * 2)
-
-
-def test_what_else_classes_and_tensors_say() -> None:
-    tensor = torch.zeros(2)
-    torch._dynamo.mark_static_address(tensor)
-    assert hasattr(tensor, compat.STATIC_INPUT)
-    assert compat.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
-    assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]
-    inner = [1, 2]
-    made = compat.tree_map_once(lambda x: [x], {"a": inner, "b": 3})
-    assert made == {"a": [inner], "b": [3]} and made["a"][0] is inner, "not taken apart"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor import cpu_vec_isa
 from torch._inductor.sizevars import SizeVarAllocator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import Mod
 
@@ -26,66 +24,6 @@ needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs
 
 def targets(module: fx.GraphModule) -> list[Any]:
     return [node.target for node in module.graph.nodes if node.op == "call_function"]
-
-
-# --- tracing
-
-
-def test_fake_tensors_have_looks_and_no_data() -> None:
-    with compat.fake_mode():
-        fake = torch.ones(())
-        made = torch.ones(2, 3) @ torch.ones(3, 4)
-    assert made.shape == (2, 4) and isinstance(made, FakeTensor)
-    for ask in (lambda: fake.item(), lambda: fake.nonzero()):
-        with pytest.raises(compat.UNTRACEABLE), compat.fake_mode():
-            ask()
-    with pytest.raises(compat.UNTRACEABLE), compat.fake_mode():
-        torch.ones(2).nonzero()
-
-
-def test_fake_tensors_that_remember_their_data() -> None:
-    with compat.fake_mode(), compat.functional_mode():
-        assert compat.has_known_data(torch.tensor(3))
-        assert not compat.has_known_data(torch.ones(3))
-        assert not compat.has_known_data(compat.to_functional(torch.ones(3)))
-
-
-def test_changes_in_place_become_values() -> None:
-    """One is exchanged behind autograd's back: views have the new value too."""
-    tensor, new = torch.ones(2), torch.full((2,), 3.0)
-    with compat.functional_mode():
-        wrapped = compat.to_functional(tensor)
-        before = compat.from_functional(wrapped)
-        wrapped.add_(1)
-        after = compat.from_functional(wrapped)
-        view, version = wrapped[1:], compat.version(wrapped)
-        compat.set_functional_value(wrapped, compat.to_functional(new))
-        now = compat.from_functional(view)
-        unchanged = compat.version(wrapped) == version
-        view.add_(1)
-        last = compat.from_functional(wrapped)
-    assert before is not after and torch.equal(before, torch.ones(2)) and after[0] == 2
-    assert now.tolist() == [3] and last.tolist() == [3, 4] and unchanged
-    assert torch.equal(tensor, torch.ones(2)) and compat.from_functional(3) == 3
-    with pytest.raises(NotImplementedError, match="side effects"), compat.functional_mode():
-        torch.ops.aten._print("x")
-
-
-def test_what_a_backward_draws_is_drawn_there() -> None:
-    def function(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
-        with compat.functional_mode():
-            x, tangent = map(compat.to_functional, (*primals, *tangents))
-            y = x * torch.rand(2)
-            with compat.in_backward():
-                grad = tangent * torch.rand(2)
-            return list(map(compat.from_functional, (y, grad)))
-
-    joint = compat.trace(function, [torch.ones(2)], [torch.ones(2)], {})
-    forward, backward = compat.split_joint(joint, outputs=1, static_primals=())
-    of_backward = [n.name for n in joint.graph.nodes if compat.is_of_backward(n)]
-    assert of_backward == ["rand_1", "mul_1"]
-    drawn = [targets(part).count(aten.rand.default) for part in (forward, backward)]
-    assert drawn == [1, 1]
 
 
 @pytest.mark.parametrize(("native", "training"), [(False, True), (True, True), (True, False)])
@@ -110,76 +48,6 @@ def test_what_cudnns_operator_changes_is_a_value(native: bool, training: bool) -
         aten._native_batch_norm_legit_functional.default if native else compat.CUDNN_BATCH_NORM
     )
     assert targets(module)[0] is (functional if training else aten.cudnn_batch_norm.default)
-
-
-def test_a_trace_has_flat_names_and_one_fake_mode() -> None:
-    def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
-        return [primals[0] * primals[1], (tangents[0],)]
-
-    ones = torch.ones(2)
-    module = compat.trace(f, [ones, ones], [ones], {})
-    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
-    assert names == ["primals_1", "primals_2", "tangents_1"]
-    assert targets(module) == [aten.mul.Tensor] and len(module(ones, ones, ones)) == 2
-    vals = [node.meta["val"] for node in module.graph.nodes if "val" in node.meta]
-    assert len({id(val.fake_mode) for val in vals if isinstance(val, FakeTensor)}) == 1
-    assert isinstance(module(ones, ones, ones), tuple)
-
-
-def test_sources_of_graphs_are_not_kept() -> None:
-    def count() -> tuple[int, int]:
-        return len(fx.graph_module._loader.eval_cache), len(linecache.cache)
-
-    before = count()
-    with compat.without_sources():
-        module = fx.symbolic_trace(lambda x: torch.sin(x))
-        assert count() != before
-    assert count() == before and module(torch.zeros(1)) == 0
-    fx.symbolic_trace(lambda x: torch.sin(x))
-    assert count() != before  # else nothing need be forgotten
-
-
-# --- the partitioner and Inductor
-
-
-def saved(
-    function: Callable[[Tensor], Tensor],
-    target: Any = None,
-    mark: Callable[[fx.Node], None] | None = None,
-    **options: Any,
-) -> list[str]:
-    """What is saved for a function's backward, where the first node of `target` is marked."""
-
-    def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
-        leaf = primals[0].requires_grad_()
-        with torch.enable_grad():
-            out = function(leaf)
-        return [out, *torch.autograd.grad(out, leaf, tangents[0])]
-
-    module = compat.trace(f, [torch.ones(8)], [torch.ones(8)], {})
-    if mark is not None:
-        mark(module.graph.find_nodes(op="call_function", target=target)[0])
-    forward, backward = compat.split_joint(module, outputs=1, static_primals=(), **options)
-    (output,) = forward.graph.find_nodes(op="output")
-    _, *kept = forward(torch.ones(8))
-    (gradient,) = backward(*kept, torch.ones(8))
-    leaf = torch.ones(8, requires_grad=True)
-    function(leaf).sum().backward()
-    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad), "a wrong gradient"
-    return [value.name for value in output.args[0][1:]]
-
-
-def test_what_the_partitioner_saves() -> None:
-    def exp(x: Tensor) -> Tensor:
-        return x.exp().sin()
-
-    def double(x: Tensor) -> Tensor:
-        return (x * 2).sin()
-
-    assert saved(exp) == ["exp"] and saved(exp, memory_budget=0.0) == ["primals_1"]
-    assert saved(exp, aten.exp.default, compat.mark_must_recompute) == ["primals_1"]
-    assert saved(double) == ["primals_1"]
-    assert "primals_1" not in saved(double, aten.mul.Tensor, compat.mark_must_save)
 
 
 @pytest.mark.parametrize(("width", "wanted"), [(128, True), (0, False)])
@@ -316,23 +184,6 @@ def test_functional_graphs_are_not_traced_again(case: str, monkeypatch: pytest.M
         assert handed is not module and not any("val" in node.meta for node in module.graph.nodes)
         (mode,) = {each.fake_mode for each in (sine.meta["val"], *inputs, fake)}
         assert isinstance(mode, FakeTensorMode)
-
-
-def test_operators_that_inductor_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = compat.inductor_decompositions()
-    assert aten.native_layer_norm.default in table and aten.mm.default in table
-    table.clear()
-    assert compat.inductor_decompositions() != {}
-    assert compat.is_higher_order(torch.ops.higher_order.cond)
-    assert not compat.is_higher_order(aten.mm.default)
-    assert compat.eager_grouped_mm(aten.mm.default, torch.device("cpu")) is None
-    builder = inspect.getmodule(compat.has_cpp_compiler).cpp_builder  # type: ignore[union-attr]
-
-    def fail() -> str:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(builder, "get_cpp_compiler", fail)
-    assert not compat.has_cpp_compiler()
 
 
 @needs_compiler
