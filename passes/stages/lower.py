@@ -108,7 +108,7 @@ class CodeToCome:
         if jobs is None and not any(id(t.code) in self._uncompiled for t, _ in later):
             return list(wanted)
         for template, code in later:
-            template.code[code] = _lowered(template.graphs[code], _uncompiled)
+            template.code[code] = _lowered(template.graphs[code], uncompiled)
             self._uncompiled[id(template.code)] = template
         self._batches.append((jobs, later))
         if later:
@@ -224,14 +224,22 @@ def direct(module: fx.GraphModule) -> Function:
     return function
 
 
-def _uncompiled(module: fx.GraphModule) -> Function:
+def uncompiled(module: fx.GraphModule) -> Function:
     """The code that runs until Inductor's is ready; results have the strides of Inductor's code.
-    Its kernels may return other strides than traced, so a view may be a copy."""
+
+    Kernels may return other strides than traced, so a view may be a copy, and what is read by
+    addresses (`as_strided`) gets its traced strides first.
+    """
     graph = compat.copy_graph(module.graph)
     for node in graph.nodes:
         sizes = isinstance(node.args[1], (list, tuple)) if len(node.args) > 1 else False
         if sizes and compat.operator_name(node.target) in ("view", "_unsafe_view"):
             node.target = torch.ops.aten.reshape.default
+        elif _reads_addresses(node):
+            meta = TensorMeta.of(node.args[0].meta["val"])
+            with graph.inserting_before(node):
+                laid = graph.call_function(dense, (node.args[0], meta.stride, meta.shape))
+            node.args = (laid, *node.args[1:])
     return with_strides(direct(compat.graph_module(module, graph)), _metas(module))
 
 
@@ -240,10 +248,23 @@ def _runs_uncompiled(template: Template) -> bool:
     modules = (part for graph in template.graphs.values() for part in _parts(graph))
     nodes = (node for module in modules for node in module.graph.nodes)
     return not any(
-        compat.is_higher_order(node.target) or "as_strided" in compat.operator_name(node.target)
+        compat.is_higher_order(node.target) or (_reads_addresses(node) and not _is_whole(node))
         for node in nodes
         if node.op == "call_function"
     )
+
+
+def _reads_addresses(node: fx.Node) -> bool:
+    return node.op == "call_function" and "as_strided" in compat.operator_name(node.target)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """True if what `as_strided` reads is a dense result, and so begins where its memory does."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.op == "placeholder":
+        return False
+    meta = TensorMeta.of(source.meta["val"])
+    return is_dense(meta, meta.stride) and not getattr(source.target, "is_view", False)
 
 
 def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megacompile import compat
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
-from megacompile.passes.stages.lower import lower_pieces
+from megacompile.passes.stages.lower import lower_pieces, uncompiled
 from megacompile.passes.stages.tile import tile
 from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
@@ -344,3 +344,12 @@ def test_attention_of_gpus_is_cut_along_samples(kernel: str) -> None:
         module.graph.eliminate_dead_code()
         (piece,) = pieces(tiled(module, Tokens(shape, 0, samples=True), 2))
         assert not piece.is_whole and [has_attention(each) for each in piece.tiles] == [True]
+
+
+def test_addresses_in_uncompiled_code() -> None:
+    """`as_strided` reads a value with its traced strides, even if its kernel returns others."""
+    module = traced(lambda x: (x.clone().as_strided((6,), (1,)),), (2, 3))
+    [strided] = module.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    strided.args[0].meta["val"] = torch.empty_strided((2, 3), (1, 2))
+    x = torch.randn(2, 3)
+    assert torch.equal(uncompiled(module)(x)[0], x.t().flatten())
