@@ -222,12 +222,14 @@ class Call:
         return {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
 
     def _attempts(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        ran_out = ""
         while True:
             try:
+                if ran_out:
+                    self._start_again(ran_out)
                 return self._attempt(dict(tangents))
             except torch.OutOfMemoryError as error:
                 ran_out = first_line(error)  # drop the error: its frames hold memory
-            self._start_again(ran_out)
 
     def _start_again(self, ran_out: str) -> None:
         """After a backward that ran out of device memory, repeat the forward with a plan that needs
@@ -253,8 +255,10 @@ class Call:
         now = random_state(self.machine.device)
         set_random_state(self.machine.device, self.random)
         self.variant = program.variant()
-        self._compute()
-        set_random_state(self.machine.device, now)
+        try:
+            self._compute()
+        finally:
+            set_random_state(self.machine.device, now)
 
     def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.saved_values is None:
