@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Collection, Mapping
 
 import torch
 
@@ -54,13 +53,11 @@ class Released:
         HostMemoryError if the resident buckets do not fit on the host."""
         with self.buckets.alone:
             if not self.depth:
-                buckets = self.buckets.machine.buckets
-                residents = {k: b for k, b in buckets.items() if b.resident is not None}
                 self._check_pending()
-                self._check_host(residents.values())
+                self._check_host()
                 self.depth = 1
                 try:
-                    self._give(residents)
+                    self._give()
                 except BaseException:
                     self.depth = 0  # the next call takes it back
                     raise
@@ -92,7 +89,13 @@ class Released:
                 "under torch.no_grad()"
             )
 
-    def _check_host(self, residents: Collection[HostBucket]) -> None:
+    def _residents(self) -> dict[int, HostBucket]:
+        """The buckets on the device. Their memory lives as long as the result is held."""
+        buckets = self.buckets.machine.buckets
+        return {key: bucket for key, bucket in buckets.items() if bucket.resident is not None}
+
+    def _check_host(self) -> None:
+        residents = self._residents().values()
         gradients = (p.grad for bucket in residents for p in bucket.params)
         values = [value for bucket in residents for value in bucket.values]
         values += [compat.local(gradient) for gradient in gradients if gradient is not None]
@@ -105,13 +108,24 @@ class Released:
                 "memory, or lower resident="
             )
 
-    def _give(self, residents: Mapping[int, HostBucket]) -> None:
-        """Free all of the memory: one remaining tensor would keep its segment in the cache."""
-        machine, ddp = self.buckets.machine, self.buckets.ddp
-        for bucket in machine.buckets.values():
-            bucket.pending.settle()
+    def _give(self) -> None:
+        """Free all of the memory. No local variable may hold a bucket: its memory would still be
+        there when the cache is emptied."""
+        machine = self.buckets.machine
+        self._settle()
         machine.give_back()
-        why = ddp.holds([p for bucket in residents.values() for p in bucket.params])
+        self._note_away()
+        self._move(sorted(self.away), resident=False)
+        gc.collect()
+        compat.release_device_cache(machine.device)
+
+    def _settle(self) -> None:
+        for bucket in self.buckets.machine.buckets.values():
+            bucket.pending.settle()
+
+    def _note_away(self) -> None:
+        residents = self._residents()
+        why = self.buckets.ddp.holds([p for bucket in residents.values() for p in bucket.params])
         if not why:
             self.away |= residents.keys()
         elif residents:
@@ -123,9 +137,6 @@ class Released:
                 "its hooks; megacompile(model, resident=0) keeps none there (shown once)",
                 of=self,
             )
-        self._move(sorted(self.away), resident=False)
-        gc.collect()
-        compat.release_device_cache(machine.device)
 
     def _take(self) -> None:
         """Move the buckets back. Raises DeviceMemoryError if memory is short; the rest may follow
