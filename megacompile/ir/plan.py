@@ -69,7 +69,6 @@ class StagePlan(NamedTuple):
     tier: Tier = Tier.DEVICE  # where they are stored until the backward
     rerun: bool = False  # its outputs are not saved: it reruns in the backward
     tiles: int = 1  # for tokenwise operations
-    samples: bool = False  # tiles are whole samples, and the whole stage runs in tiles
 
 
 ON_HOST = BucketPlan()

@@ -90,7 +90,6 @@ class Template:
     written: tuple[int, ...] = ()  # of `live`, the primals whose new value follows the gradients
     saved_fraction: float = 1.0  # the share of saved tensors at the split
     tiles: int = 1  # number of tiles of its tokenwise pieces
-    samples: bool = False  # tiles are whole samples, and the whole template runs in tiles
     # primals and saved tensors whose memory autograd would keep for the backward
     kept: frozenset[int | SavedRef] = frozenset()
 

@@ -381,7 +381,7 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
     else:
         words = [row.saved.value + (" on the host" if row.tier is not Tier.DEVICE else "")]
     if row.tiles > 1:
-        words.append(f"{'whole in ' if row.samples else ''}{row.tiles} tiles")
+        words.append(f"{row.tiles} tiles")
     if keys and keys <= plan.resident:
         words.append("resident")
     if keys & plan.device_update:

@@ -60,7 +60,6 @@ from megacompile.passes.schedule.recompute import insert_recompute, insert_rerun
 from megacompile.passes.schedule.split import (
     bundles_of,
     split_stages,
-    stages_by_samples,
     stages_in_tiles,
 )
 from megacompile.passes.schedule.update_graph import insert_update_graph
@@ -249,7 +248,6 @@ class Pipeline:
             keys = {b.key for b in schedule.buckets} - choice.places.resident
             choice = replace(choice, places=choice.places.changed(keys, weights=Tier.DISK))
         cut = stages_in_tiles(schedule, choice.tiles, self.templates)
-        alone = cut if options.ranks == 1 else frozenset()  # ranks may keep different stages
         plan = functools.partial(
             make_plan,
             choice=choice,
@@ -258,7 +256,6 @@ class Pipeline:
             activations=options.activations.value,
             lookahead=options.lookahead,
             cut=cut,
-            samples=stages_by_samples(schedule, alone, choice.tiles, self.templates),
         )
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         return _run(schedule, [("plan", plan)])

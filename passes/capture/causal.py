@@ -6,7 +6,14 @@
 A captured model cannot inspect its mask, so Hugging Face models build one where the plain loop
 passes `is_causal=True`. A mask takes memory quadratic in the context length in every layer, and its
 kernels cannot skip half of the work. Such a mask is known: it is computed from constants and
-lengths alone, by operators whose results have formulas (see `affine`).
+lengths alone, by operators whose results have formulas.
+
+    torch.arange(n)[:, None] + 3        i2 + 3: the value at row i2 (i1 is the last dimension)
+    keys <= queries                     i2 - i1 >= 0
+
+An integer tensor is a linear formula of its indices. A bool tensor is a tuple of formulas, and true
+where all are at least 0. A condition on a symbolic length (a window longer than the context) is
+decided for the planned length and becomes a condition of the program.
 
 The attention is the same up to rounding: another kernel computes it.
 """
@@ -14,10 +21,11 @@ The attention is the same up to rounding: another kernel computes it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -25,25 +33,11 @@ from torch import fx
 from megacompile.ir.capture import Capture, ConstantInput
 from megacompile.ir.tensors import Number, TensorMeta, tensors_bytes
 from megacompile.options import Lowering
-from megacompile.passes.capture.affine import (
-    CAUSAL,
-    COMPARISONS,
-    FORMULAS,
-    Affine,
-    Conditions,
-    Unknown,
-    compared,
-    computed,
-)
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-# Names of pure functions. torch 2.11's Dynamo captures some operators as methods (`__eq__`).
-_ANDS = frozenset({"and", "bitwise_and", "logical_and"})
-_KEEPS = frozenset({"to", "bool", "contiguous", "clone", "expand", "expand_as"})
-_RESHAPES = frozenset({"view", "reshape", "unsqueeze"})
-_PURE = COMPARISONS | _ANDS | FORMULAS.keys() | {"tril", "size"}
+Shape = Sequence[Any]  # ints, and expressions of the symbols
 
 
 def use_causal_attention(
@@ -63,10 +57,10 @@ def use_causal_attention(
     count = 0
     for node in own.module.graph.nodes:
         mask = _mask_of(node)
-        allows = None if mask is None else known.attention(node, mask)
-        if mask is None or allows is None:
+        is_causal = None if mask is None else known.attention(node, mask)
+        if mask is None or is_causal is None:
             continue
-        named = _named(node) | {"attn_mask": None, "is_causal": allows is CAUSAL}
+        named = _named(node) | {"attn_mask": None, "is_causal": is_causal}
         node.args = tuple(named.pop(name) for name in _ATTENTION[:3])
         node.kwargs = named
         sizes[mask] = tensors_bytes(known.values.meta(mask))
@@ -77,7 +71,7 @@ def use_causal_attention(
     _erase_unused(own.module.graph, list(sizes))
     size = format_bytes(max(sizes.values()))
     line = f"{count} attentions are causal without a mask, which would take {size}"
-    return own.under(known.conditions.relied_on), (line,)
+    return own.under(known.conditions), (line,)
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
@@ -99,8 +93,9 @@ def _name(node: fx.Node) -> str:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     function = node.op == "call_function"
     theirs = any(getattr(module, name, None) is node.target for module in (operator, torch))
-    name = name.strip("_")
-    return name if name in _PURE and (theirs if function else node.op == "call_method") else ""
+    name = name.strip("_")  # torch 2.11's Dynamo captures some operators as methods: `__eq__`
+    pure = name in _FORMULAS or name == "size"
+    return name if pure and (theirs if function else node.op == "call_method") else ""
 
 
 def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
@@ -112,34 +107,63 @@ def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
             graph.erase_node(node)
 
 
+class Unknown(Exception):
+    """Raised if no formula is known for a value."""
+
+
 @dataclass(slots=True)
 class _Known:
     """Statically known values of a captured graph."""
 
     capture: Capture
     values: Values
-    # formulas, `CAUSAL`, expressions and constants; `Unknown` for other values
-    found: dict[fx.Node, Any] = field(default_factory=dict)
+    found: dict[fx.Node, Any] = field(default_factory=dict)  # `Unknown` for other values
     changed: frozenset[int] = field(init=False)  # storages that any node writes
-    conditions: Conditions = field(init=False)  # conditions on symbols for the known values
+    conditions: list[Any] = field(default_factory=list)  # relations that replaced masks rely on
 
     def __post_init__(self) -> None:
-        self.conditions = Conditions(self.capture.planned)
         self.changed = frozenset().union(*self.values.mutates.values())
         for node, item in self.capture.bound.items():
             if isinstance(item, ConstantInput):
                 self.found[node] = item.value
 
-    def attention(self, node: fx.Node, mask: fx.Node) -> Any:
-        """The value of its mask if it is `CAUSAL` or allows everything; None otherwise."""
+    def attention(self, node: fx.Node, mask: fx.Node) -> bool | None:
+        """False if a mask allows everything, True if it is causal; None: neither."""
         named, meta = _named(node), self.values.meta(mask)
         square = tuple(self.values.meta(named[name]).sizes[-2] for name in ("query", "key"))
-        if meta.dtype is not torch.bool or meta.sizes[-2:] != square:
-            return None
         allows = self.of(mask)
-        if allows is CAUSAL and square[0] != square[1]:
+        if not isinstance(allows, tuple) or meta.sizes[-2:] != square:
             return None
-        return allows if allows is CAUSAL or _is_all(allows) else None
+        relied_on: list[Any] = []
+        is_causal = False
+        for formula in allows:
+            if self._is_causal(formula, relied_on):
+                is_causal = True
+            elif not self._decide(_end(formula, meta.sizes, min) >= 0, relied_on):
+                return None
+        if is_causal and square[0] != square[1]:
+            return None
+        self.conditions += relied_on
+        return is_causal
+
+    def _is_causal(self, formula: Any, relied_on: list[Any]) -> bool:
+        """True if a formula is at least 0 exactly for keys up to the query's own."""
+        base, steps = _linear(formula)
+        columns, rows = steps.pop(_INDEX[0], 0), steps.pop(_INDEX[1], 0)
+        if steps or rows <= 0 or rows + columns != 0:
+            return False
+        return self._decide(base >= 0, relied_on) and self._decide(base < rows, relied_on)
+
+    def _decide(self, relation: Any, relied_on: list[Any]) -> bool:
+        """True if a relation holds: for all values of the symbols, or for the planned ones."""
+        relation = sympy.sympify(relation)
+        if relation in (sympy.true, sympy.false):
+            return bool(relation)
+        exact = {symbol: sympy.sympify(value) for symbol, value in self.capture.planned.items()}
+        if not bool(relation.xreplace(exact)):
+            return False
+        relied_on.append(relation)
+        return True
 
     def of(self, node: fx.Node) -> Any:
         """A known value, or `Unknown`."""
@@ -160,8 +184,9 @@ class _Known:
                 continue
             else:
                 try:
-                    self.found[last] = self._made(last, self.values.meta(last))
-                except Unknown:
+                    self.found[last] = self._made(last)
+                # an unknown form of the call
+                except (Unknown, KeyError, TypeError, IndexError, ValueError):
                     self.found[last] = Unknown
             stack.pop()
         return self.found[node]
@@ -170,77 +195,216 @@ class _Known:
         called = bool(_name(node)) and self.values.is_tensor(node)
         return called and not self.values.storages[node] & self.changed
 
-    def _made(self, node: fx.Node, meta: TensorMeta) -> Any:
+    def _made(self, node: fx.Node) -> Any:
         """The value of a pure function of known values."""
         if any(self.found[source] is Unknown for source in node.all_input_nodes):
             raise Unknown
         args: Any = fx.map_arg(node.args, self.found.__getitem__)
         named = dict(fx.map_arg(node.kwargs, self.found.__getitem__))
         args = (*args, *(named.pop(name) for name in ("input", "other") if name in named))
-        name = _name(node)
-        if name in COMPARISONS and len(args) == 2:
-            return compared(name, args[0], args[1], meta.sizes, self.conditions)
-        if name in _ANDS:
-            return self._both(node, args, meta)
-        if name == "tril":
-            if _is_all(args[0]) and [*args[1:], *named.values()] in ([], [0]):
-                return CAUSAL
+        named = {k: v for k, v in named.items() if k not in ("device", "dtype", "pin_memory")}
+        taken = list(filter(self.values.is_tensor, node.all_input_nodes))
+        meta, name = self.values.meta(node), _name(node)
+        before = self.values.meta(taken[0]).sizes if taken else ()
+        if name == "getitem" and len(taken) > 1:
+            name = "gather"
+        return _fitted(_FORMULAS[name]((meta.sizes, before), *args, **named), meta)
+
+
+# Formulas.
+
+_INDEX = sympy.symbols("i1:9", integer=True)  # of the last dimension, of the one before it, ...
+Shapes = tuple[Shape, Shape]  # of the result, and of the first tensor
+
+
+def _fitted(value: Any, meta: TensorMeta) -> Any:
+    """A value in the dtype of its tensor. Dimensions of size 1 have no index."""
+    if meta.dtype not in (torch.int64, torch.bool):
+        raise Unknown
+    if meta.dtype is torch.int64:
+        value = _int(value)
+    elif not isinstance(value, tuple):
+        value = () if _literal(value) else (sympy.Integer(-1),)
+    sizes = zip(_INDEX, reversed(meta.sizes), strict=False)
+    return _each(value, {index: sympy.Integer(0) for index, size in sizes if size == 1})
+
+
+def _each(value: Any, new: dict[Any, Any]) -> Any:
+    """A value with its indices replaced."""
+    if isinstance(value, tuple):
+        return tuple(_each(formula, new) for formula in value)
+    return sympy.expand(_int(value).xreplace(new))
+
+
+def _int(value: Any) -> Any:
+    """The formula of an integer; of a bool that is the same everywhere, 0 or 1."""
+    if isinstance(value, tuple):
+        known = [_literal(formula) >= 0 for formula in value if not formula.free_symbols]
+        if len(known) < len(value) and all(known):
             raise Unknown
-        if args and args[0] is CAUSAL:
-            if self._keeps(node, name, meta):
-                return CAUSAL
-            raise Unknown
-        return self._computed(node, name, args, named, meta)
-
-    def _computed(
-        self, node: fx.Node, name: str, args: Sequence[Any], named: dict[str, Any], meta: TensorMeta
-    ) -> Affine:
-        """The formula of integer arithmetic, or of bools that are only rearranged."""
-        metas = [self.values.of[source] for source in node.all_input_nodes]
-        dtypes = [given.dtype for given in metas if isinstance(given, TensorMeta)]
-        if not {meta.dtype, *dtypes} <= {torch.int64, torch.bool}:
-            raise Unknown
-        if name == "diff" and meta.sizes != metas[0].sizes:
-            raise Unknown  # adds several leading dimensions
-        if name == "getitem" and torch.bool in dtypes[1:]:
-            raise Unknown
-        found = computed(name, args, named, meta.sizes)
-        rearranged = name in _KEEPS | _RESHAPES | {"getitem"} and dtypes[:1] == [torch.bool]
-        if meta.dtype is torch.bool and not rearranged and found.constant not in (0, 1):
-            raise Unknown
-        return found
-
-    def _both(self, node: fx.Node, sides: Sequence[Any], meta: TensorMeta) -> Any:
-        if meta.dtype is not torch.bool or not all(s is CAUSAL or _is_all(s) for s in sides):
-            raise Unknown
-        for source in node.all_input_nodes:  # one that allows everything may be broadcast
-            before = self.values.meta(source).sizes
-            if self.found[source] is CAUSAL and before[-2:] != meta.sizes[-2:]:
-                raise Unknown
-        return CAUSAL if CAUSAL in sides else Affine(1, (0,) * len(meta.shape))
-
-    def _keeps(self, node: fx.Node, name: str, meta: TensorMeta) -> bool:
-        """True if the last two dimensions are those of its mask argument."""
-        before = self.values.meta(node.all_input_nodes[0])
-        if meta.dtype is not torch.bool or meta.sizes[-2:] != before.sizes[-2:]:
-            return False
-        if name in _RESHAPES:  # both last sizes exist and are not 1
-            return min(meta.shape[-2:]) > 1
-        if name == "getitem":
-            return _keeps_rows(node.args[1], len(before.shape))
-        return name in _KEEPS
+        return sympy.Integer(all(known))
+    if isinstance(value, int) or (isinstance(value, sympy.Basic) and value.is_integer):
+        return sympy.sympify(int(value) if isinstance(value, bool) else value)
+    raise Unknown
 
 
-def _is_all(value: Any) -> bool:
-    """True for a mask that allows everything."""
-    return isinstance(value, Affine) and value.constant == 1
+def _literal(value: Any) -> int:
+    value = _int(value)
+    if value.free_symbols:
+        raise Unknown
+    return int(value)
 
 
-def _keeps_rows(index: Any, dims: int) -> bool:
-    """True if an index at most adds leading dimensions."""
+def _linear(formula: Any) -> tuple[Any, dict[Any, int]]:
+    """The value where all indices are 0, and the steps along each index."""
+    steps = {index: int(formula.coeff(index)) for index in _INDEX if formula.has(index)}
+    return formula.xreplace(dict.fromkeys(steps, sympy.Integer(0))), steps
+
+
+def _end(formula: Any, shape: Shape, side: Callable[[int, int], int]) -> Any:
+    """The least (`side` is min) or largest (max) value in a tensor of this shape."""
+    base, steps = _linear(formula)
+    return base + sum(
+        side(0, step) * (shape[-1 - _INDEX.index(i)] - 1) for i, step in steps.items()
+    )
+
+
+def _compared(compare: str) -> Callable[..., Any]:
+    def value(shapes: Shapes, left: Any, right: Any) -> Any:
+        difference = _int(right) - _int(left)
+        if compare in ("ge", "gt"):
+            difference = -difference
+        if compare in ("lt", "gt"):
+            difference -= 1
+        if compare == "ne":
+            return _literal(difference)
+        return (difference, -difference) if compare == "eq" else (difference,)
+
+    return value
+
+
+def _both(shapes: Shapes, left: Any, right: Any) -> Any:
+    if not (isinstance(left, tuple) and isinstance(right, tuple)):
+        raise Unknown
+    return left + right
+
+
+def _tril(shapes: Shapes, x: Any, diagonal: Any = 0) -> Any:
+    return _both(shapes, x, (_INDEX[1] - _INDEX[0] + _literal(diagonal),))
+
+
+def _arange(shapes: Shapes, *args: Any, start: Any = 0, end: Any = None, step: Any = 1) -> Any:
+    if len(args) > 1:
+        start, step = args[0], args[2] if len(args) > 2 else step
+    return _int(start) + _literal(step) * _INDEX[0]
+
+
+def _product(shapes: Shapes, left: Any, right: Any) -> Any:
+    one, other = _int(left), _int(right)
+    return one * _literal(other) if one.free_symbols else _literal(one) * other
+
+
+def _floordiv(shapes: Shapes, left: Any, right: Any) -> Any:
+    x, by = _int(left), _literal(right)
+    if by == 1:
+        return x
+    ends = {_literal(_end(x, shapes[1], side)) // by for side in (min, max)} if by > 0 else set()
+    if len(ends) != 1:
+        raise Unknown
+    return ends.pop()
+
+
+def _same(shapes: Shapes, x: Any, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def _viewed(shapes: Shapes, x: Any, *_: Any) -> Any:
+    """A value in another shape: dimensions of size 1 come and go, or it is the same everywhere."""
+    new, old = (
+        [(i, n) for i, n in zip(_INDEX, reversed(shape), strict=False) if n != 1]
+        for shape in shapes
+    )
+    if [n for _, n in new] == [n for _, n in old]:
+        return _each(x, {a: b for (a, _), (b, _) in zip(old, new, strict=True)})
+    return _literal(x)
+
+
+def _unsqueeze(shapes: Shapes, x: Any, dim: int) -> Any:
+    first = len(shapes[0]) - 1 - dim % len(shapes[0])
+    return _each(x, dict(zip(_INDEX[first:], _INDEX[first + 1 :], strict=False)))
+
+
+def _getitem(shapes: Shapes, x: Any, index: Any) -> Any:
     given = list(index) if isinstance(index, tuple) else [index]
-    if not all(entry is None or entry is Ellipsis or entry == slice(None) for entry in given):
-        return False
-    missing = [slice(None)] * (dims - given.count(slice(None)))
+    if any(type(entry) is bool for entry in given):
+        raise Unknown
+    missing = len(shapes[1]) - sum(entry is not None and entry is not Ellipsis for entry in given)
     at = given.index(Ellipsis) if Ellipsis in given else len(given)
-    return None not in (given[:at] + missing + given[at + 1 :])[-2:]
+    left, made, new = len(shapes[1]), len(shapes[0]), {}
+    for entry in [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]:
+        made -= entry is None or isinstance(entry, slice)
+        if entry is None:
+            continue
+        left -= 1
+        first = entry.start or 0 if isinstance(entry, slice) else entry
+        if isinstance(entry, slice) and entry.step not in (None, 1):
+            raise Unknown
+        if not _has(x, _INDEX[left]):
+            continue
+        if _literal(first) < 0:
+            raise Unknown
+        new[_INDEX[left]] = _literal(first) + (_INDEX[made] if isinstance(entry, slice) else 0)
+    return _each(x, {index: sympy.sympify(value) for index, value in new.items()})
+
+
+def _gathered(shapes: Shapes, x: Any, index: Any) -> Any:
+    """`x[i, j]`, with a formula for each dimension; unknown for negative indices."""
+    new = dict(zip(_INDEX, reversed([*map(_int, index)]), strict=False))
+    if len(index) != len(shapes[1]):
+        raise Unknown
+    for base, steps in (_linear(new[i]) for i in new if _has(x, i)):
+        if _literal(base) < 0 or any(step < 0 for step in steps.values()):
+            raise Unknown
+    return _each(x, new)
+
+
+def _has(value: Any, index: Any) -> bool:
+    return any(f.has(index) for f in (value if isinstance(value, tuple) else (_int(value),)))
+
+
+def _diff(shapes: Shapes, x: Any, n: int = 1, dim: int = -1, prepend: Any = None) -> Any:
+    """The difference along a dimension, after a first value that fits."""
+    index = _INDEX[len(shapes[0]) - 1 - dim % len(shapes[0])]
+    first = _each(x, {index: sympy.Integer(-1)})
+    if n != 1 or tuple(shapes[0]) != tuple(shapes[1]) or first != _int(prepend):
+        raise Unknown
+    return _int(x) - _each(x, {index: index - 1})
+
+
+def _cumsum(shapes: Shapes, x: Any, dim: int) -> Any:
+    return _literal(x) * (_INDEX[len(shapes[0]) - 1 - dim % len(shapes[0])] + 1)
+
+
+_FORMULAS: dict[str, Callable[..., Any]] = {
+    **{name: _compared(name) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
+    **dict.fromkeys(("and", "bitwise_and", "logical_and"), _both),
+    "tril": _tril,
+    "arange": _arange,
+    "add": lambda shapes, x, y: _int(x) + _int(y),
+    "sub": lambda shapes, x, y: _int(x) - _int(y),
+    "mul": _product,
+    "neg": lambda shapes, x: -_int(x),
+    "floordiv": _floordiv,
+    **dict.fromkeys(("long", "bool", "contiguous", "clone", "to", "cpu", "cuda"), _same),
+    **dict.fromkeys(("expand", "expand_as"), _same),  # a broadcast dimension has no index
+    **dict.fromkeys(("view", "reshape", "flatten", "squeeze"), _viewed),
+    "unsqueeze": _unsqueeze,
+    "getitem": _getitem,
+    "gather": _gathered,
+    "diff": _diff,
+    "cumsum": _cumsum,
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda *_, **__: 1),
+    **dict.fromkeys(("zeros", "new_zeros"), lambda *_, **__: 0),
+    "full": lambda shapes, size, fill_value: _literal(fill_value),
+    "new_full": lambda shapes, x, size, fill_value: _literal(fill_value),
+}

@@ -28,7 +28,6 @@ def make_plan(
     activations: str = "auto",
     lookahead: int = 2,
     cut: frozenset[int] = frozenset(),
-    samples: frozenset[int] = frozenset(),
 ) -> Schedule:
     """Add the plan to a schedule.
 
@@ -43,8 +42,6 @@ def make_plan(
             choice: all stages are kept, or all inputs wait on the host.
         lookahead: number of stages by which an offloaded value is fetched ahead.
         cut: the stages with pieces that run in tiles; see `stages_in_tiles`.
-        samples: the stages in `cut` that run in tiles as a whole if they are recomputed; see
-            `stages_by_samples`.
     """
     keys = frozenset(bucket.key for bucket in schedule.buckets)
     places = choice.places.only(keys)
@@ -63,11 +60,6 @@ def make_plan(
     halves: frozenset[int] = frozenset()
     if not cut and (choice.halves or activations == "selective"):  # tiles save little anyway
         halves = kept - {schedule.stages[-1].index}
-    if samples - kept - on_host:  # tiles of a stage without attention may be tokens
-        why.append(
-            f"{len(samples - kept - on_host)} recomputed stages run tile by tile as a whole, "
-            "including any attention, like micro-batches"
-        )
     if on_host:
         why.append(
             f"{len(on_host)} stages from {min(on_host)} to {max(on_host)} are kept on the host: "
@@ -93,7 +85,6 @@ def make_plan(
                 tier=tier if i in offloaded else Tier.DEVICE,
                 rerun=i in again,
                 tiles=choice.tiles if i in cut else 1,
-                samples=i in samples and i not in kept,
             )
         )
     # between neighboring stages on the host: a copy may take that long
@@ -112,7 +103,7 @@ def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> fro
     """
     able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
     last = len(schedule.stages) - lookahead - 1
-    saving = {s.index for s in schedule.stages if s.traced.saved or s.traced.samples}
+    saving = {s.index for s in schedule.stages if s.traced.saved}
     pool = [i for i in able[: len(able) - choice.keep] if i < last and i in saving]
     count = min(choice.saved_on_host, len(pool))
     return frozenset(pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count))

@@ -22,7 +22,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Stage, Template
 from megacompile.passes.edit import with_stages
 from megacompile.passes.schedule.differentiate import differentiate, forget_saved_tensors
-from megacompile.passes.stages.joint import BackwardInputs, runs_by_samples, split
+from megacompile.passes.stages.joint import BackwardInputs, split
 from megacompile.passes.stages.numbers import numbers_of
 from megacompile.passes.stages.templates import (
     TemplateCache,
@@ -81,20 +81,6 @@ def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> fro
     return frozenset(stage.index for stage in known if _within(stage, 1.0, tiles, cache).tiles > 1)
 
 
-def stages_by_samples(
-    schedule: Schedule, cut: frozenset[int], tiles: int, cache: TemplateCache
-) -> frozenset[int]:
-    """The stages among `stages_in_tiles` that can run in tiles as a whole.
-
-    Tiles of a stage with attention are whole samples; those of others may be tokens.
-    """
-    return frozenset(
-        index
-        for index in cut
-        if _within(schedule.stages[index], 1.0, tiles, cache, samples=True).samples
-    )
-
-
 def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
     """Each stage's template according to the plan."""
     found = []
@@ -104,25 +90,16 @@ def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
             found.append(stage.traced)
             continue
         fraction = _SELECTIVE if row.saved is SavedPart.HALF else 1.0
-        found.append(_within(stage, fraction, row.tiles, cache, samples=row.samples))
+        found.append(_within(stage, fraction, row.tiles, cache))
     return found
 
 
-def _within(
-    stage: Stage,
-    saved_fraction: float,
-    tiles: int,
-    cache: TemplateCache,
-    *,
-    samples: bool = False,
-) -> Template:
+def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
     """The stage's template, split for a saved fraction and a number of tiles; shared by all stages
-    with the same template. Falls back to tiles of tokens if the stage cannot run by samples, and to
-    no tiles if nothing can be tiled."""
+    with the same template. Without tiles if nothing can be tiled."""
     base = stage.traced
-    samples = samples and runs_by_samples(stage)
-    wanted = (saved_fraction, tiles, samples)
-    if wanted == (base.saved_fraction, base.tiles, base.samples) or base.joint is None:
+    wanted = (saved_fraction, tiles)
+    if wanted == (base.saved_fraction, base.tiles) or base.joint is None:
         return base
     traced = base.traced or base
     key = (traced, *wanted)
@@ -137,10 +114,9 @@ def _within(
             written=base.written,
             saved_fraction=saved_fraction,
             tiles=tiles,
-            samples=samples,
         )
         if made.tiles != tiles:
-            made = _within(stage, saved_fraction, tiles if samples else 1, cache)
+            made = _within(stage, saved_fraction, 1, cache)
         cache[key] = made
     return planned_for(cache[key], numbers_of(stage.metas), cache)
 

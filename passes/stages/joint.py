@@ -9,18 +9,13 @@ between saving and recomputing: the fastest split, or, with a saved_fraction bel
 uses that share of the memory between all and none (a knapsack over cheap recomputes). Parameters,
 and views or casts of them, are never saved: the backward binds them to their current slot. Random
 numbers that the backward needs are always saved: drawn again, they would differ.
-
-[Note: sample by sample] Tiles of whole samples can include attention. A recomputed stage then saves
-nothing: its backward is the joint graph itself, which recomputes the forward of a few samples and
-computes their gradients before the next samples. This is gradient accumulation layer by layer: a
-bucket is fetched once for all micro-batches.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +23,6 @@ import sympy
 from torch import fx
 
 from megacompile import compat
-from megacompile.cost import aten
 from megacompile.ir import ops
 from megacompile.ir.head import narrow_heads
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
@@ -77,7 +71,6 @@ def split(
     written: tuple[int, ...] = (),
     saved_fraction: float = 1.0,
     tiles: int = 1,
-    samples: bool = False,
 ) -> Template:
     """The template of a traced stage.
 
@@ -95,12 +88,9 @@ def split(
         tiles: the number of tiles for its graphs' tokenwise pieces. Their values are not saved, but
             recomputed tile by tile; see `megacompile.passes.stages.tile`. The template has `tiles
             == 1` if its graphs have no such piece.
-        samples: tiles are whole samples; see [Note: sample by sample]. The template has `tiles ==
-            1` if attention or a matrix product is not cut along samples. Requires
-            `runs_by_samples`.
     """
     planned = numbers_of(stage.metas)
-    tokens = None if planned or tiles == 1 else tokens_of(stage, tiles, samples=samples)
+    tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
     forward, backward = joint, None
     if takes.tangents:
         forward, backward = _parted(stage, joint, saved_fraction, tokens)
@@ -117,6 +107,7 @@ def split(
         each = dict.fromkeys(graphs.values())
         cut = {graph: tile(graph, tokens, tiles, _parameters(stage)) for graph in each}
         graphs = {code: cut[graph] for code, graph in graphs.items()}
+    pieces = [piece for graph in graphs.values() for _, piece in pieces_of(graph.graph)]
     return Template(
         index=index,
         primals=stage.metas,
@@ -134,8 +125,7 @@ def split(
         graphs=graphs,
         joint=joint,
         saved_fraction=saved_fraction,
-        tiles=tiles if _are_cut(graphs, tokens) else 1,
-        samples=samples,
+        tiles=tiles if any(not piece.is_whole for piece in pieces) else 1,
         symbols=_symbols(joint, planned),
         tangent_strides=_tangent_strides(takes, list(planned)),
         live=stage.live if backward is not None else (),
@@ -208,7 +198,7 @@ def _tangent_strides(
     return compat.as_function(strides, symbols)
 
 
-def tokens_of(stage: Stage, tiles: int, *, samples: bool = False) -> Tokens | None:
+def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
     """The dimension along which a stage's activations are cut: the first if it divides evenly,
     otherwise the largest. None if nothing can be cut."""
     args = [
@@ -222,34 +212,13 @@ def tokens_of(stage: Stage, tiles: int, *, samples: bool = False) -> Tokens | No
     if not leading:
         return None
     dim = 0 if shape[0] % tiles == 0 else max(leading, key=lambda d: shape[d])
-    return Tokens(shape, dim, samples) if shape[dim] > 1 else None
+    return Tokens(shape, dim) if shape[dim] > 1 else None
 
 
 def _parameters(stage: Stage) -> frozenset[str]:
     """The names of the parameters among the inputs of traced graphs."""
     refs = enumerate(stage.primals, start=1)
     return frozenset(f"primals_{i}" for i, ref in refs if isinstance(ref, ParamRef))
-
-
-def runs_by_samples(stage: Stage) -> bool:
-    """True if the whole stage can run sample by sample, forward and backward.
-
-    Random numbers would differ, and a mutated buffer would change with each tile.
-    """
-    template = stage.traced
-    changes = template.mutated or template.live
-    return template.has_backward and not template.draws and not changes
-
-
-def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bool:
-    """True if any piece runs in tiles; with samples, if all worthwhile nodes do."""
-    pieces = [piece for graph in graphs.values() for _, piece in pieces_of(graph.graph)]
-    whole = [tile.module for piece in pieces if piece.is_whole for tile in piece.tiles]
-    calls = [n for module in whole for n in module.graph.nodes if n.op == "call_function"]
-    works = any(aten.is_product(node) or aten.is_attention(node) for node in calls)
-    if tokens is None or (tokens.samples and works):
-        return False
-    return any(not piece.is_whole for piece in pieces)
 
 
 def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:
@@ -269,8 +238,6 @@ def _parted(
     stage: Stage, joint: fx.GraphModule, saved_fraction: float, tokens: Tokens | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward returning results and saved tensors, backward)."""
-    if tokens is not None and tokens.samples:
-        return _forward_and_whole(stage, joint)
     params = len(_parameters(stage))
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
     _forbid_saving_parameters(work, stage)
@@ -295,18 +262,6 @@ def _parted(
     if changed and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would replay them in its own way
     return forward, without_numbers(backward, joint)
-
-
-def _forward_and_whole(
-    stage: Stage, joint: fx.GraphModule
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """(a forward that saves nothing, a backward that recomputes it)."""
-    assert not stage.mutated, "a buffer would change with each tile"
-    returned, primals = ops.returned(joint.graph), len(stage.primals)
-    results, gradients = returned[: len(stage.outputs)], returned[len(stage.outputs) :]
-    given = range(primals, len(joint.graph.find_nodes(op="placeholder")))
-    needed = [i for i in _primals_of(joint, gradients) if i < primals]
-    return _extract(joint, results, range(primals)), _extract(joint, gradients, [*needed, *given])
 
 
 def _random(module: fx.GraphModule) -> dict[str, fx.Node]:

@@ -101,9 +101,6 @@ class _Writer:
         for members in self.members:
             read = returned.union(*(each.reads for each in self.members if each is not members))
             wanted = [n for n in members.nodes if n in read and n not in members.again]
-            for node in wanted if members.in_tiles else ():
-                if _result(members.nodes[node]) == (Result.CUT, None):
-                    raise _NoPart(node.all_input_nodes[0])  # equal in all tiles: a seed
             self._piece(members, wanted)
         rest = [n for n in returned if n not in self.made]
         if rest:  # views of inputs, and constants

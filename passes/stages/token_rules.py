@@ -290,39 +290,6 @@ def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return Act(made[1], kinds, items=True)
 
 
-def _attention(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """Attention of each sample alone, or its backward: (samples, heads, length, width)."""
-    given = _of(node)
-    axis = axes.get(given["query"])
-    if axis is None or axis.dim != 0 or given.get("dropout_p"):
-        return None
-    mask = given.get("attn_mask", given.get("attn_bias"))
-    cuts = {}
-    for operand in node.all_input_nodes:
-        shape = shape_of(operand) or ()
-        if len(shape) < _OF_SAMPLES:  # seeds, and a mask of all heads of all samples
-            continue
-        if shape[0] == axis.size(tokens) and axes.get(operand, axis) == axis:
-            cuts[operand] = axis
-        elif operand is not mask or operand in axes:
-            return None
-    results = tuple(_of_samples(value, axis, tokens) for value in node.meta["val"])
-    if name_of(node).endswith("_backward"):
-        used = {user.args[1] for user in node.users}
-        if any(axis is None for k, (_, axis) in enumerate(results) if k in used):
-            return None  # the gradient of a mask shared by samples
-    return Act(cuts, results, items=True)
-
-
-_OF_SAMPLES = 3  # minimum rank of attention's per-sample operands and results
-
-
-def _of_samples(value: Any, axis: Axis, tokens: int) -> tuple[Result, Axis | None]:
-    """Cut along samples, or equal in all tiles: a seed."""
-    is_cut = isinstance(value, torch.Tensor) and value.dim() >= _OF_SAMPLES
-    return Result.CUT, axis if is_cut and value.shape[0] == axis.size(tokens) else None
-
-
 def _rules(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -345,11 +312,4 @@ RULES: dict[str, Rule] = {
     "addmm": _addmm,
     "_scaled_mm": _scaled_mm,
     "embedding": _embedding,
-}
-
-_KERNELS = "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention"
-ATTENTION: dict[str, Rule] = {  # for tiles of whole samples
-    f"_scaled_dot_product_{kind}{way}": _attention
-    for kind in f"{_KERNELS} fused_attention_overrideable".split()
-    for way in ("", "_backward")
 }

@@ -2,7 +2,7 @@
 
     h = mm(x, w)           x (tokens, width): each row of h needs its own row of x, and all of w
     s = sum(h, [0])        a sum over tokens: the sum of the sums of tiles
-    a = attention(q, k, v) not tokenwise: each token reads others; samples are independent
+    a = attention(q, k, v) not tokenwise: each token reads others
 
 Operators without a rule (`token_rules`) are not tokenwise, nor are random numbers: tiles would draw
 different ones.
@@ -22,7 +22,6 @@ from megacompile import compat
 from megacompile.cost import aten
 from megacompile.ir.tiles import Axis, Result
 from megacompile.passes.stages.token_rules import (
-    ATTENTION,
     RULES,
     Act,
     name_of,
@@ -38,12 +37,10 @@ class Tokens:
     Args:
         shape: the shape of an activation.
         dim: the cut dimension.
-        samples: it is the sample dimension, along which attention can be cut too.
     """
 
     shape: tuple[int, ...]
     dim: int
-    samples: bool = False
 
     @property
     def count(self) -> int:
@@ -114,7 +111,7 @@ def _act(
     if node.target is operator.getitem:  # handled like the node that returns the tuple
         act, index = acts.get(source), node.args[1]  # type: ignore[arg-type]
         return Act({}, (act.results[index],)) if act and isinstance(index, int) else None
-    rule = RULES.get(name) or (ATTENTION.get(name) if tokens.samples else None)
+    rule = RULES.get(name)
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = pointwise
     offered = {n: axes[n] for n in node.all_input_nodes if n in axes}

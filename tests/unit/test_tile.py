@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from megacompile import compat
-from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
+from megacompile.ir.tiles import Axis, Piece, Result, pieces_of
 from megacompile.passes.stages.lower import lower_pieces, uncompiled
 from megacompile.passes.stages.tile import tile
 from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
@@ -263,87 +262,6 @@ def test_a_tile_is_gone_when_the_next_one_begins() -> None:
 
     lower_pieces(made, lower)(torch.randn(1, 12, W), torch.randn(W))
     assert left == [0] * 4
-
-
-# Tiles of whole samples.
-
-
-def attended(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
-    mixed = F.scaled_dot_product_attention(heads, heads, heads, mask, is_causal=mask is None)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def _masked(x: Tensor, mask: Tensor, w: Tensor) -> tuple[Tensor]:
-    return (mm(attended(mm(x, w), mask), w),)
-
-
-def _with_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """Attention between two products, and the gradients of it."""
-    with torch.enable_grad():
-        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-        y = mm(attended(mm(x, w)), w)
-        return (y.detach(), *torch.autograd.grad(y, [x, w], torch.ones_like(y)))
-
-
-def has_attention(part: Tile) -> bool:
-    return any("scaled_dot_product" in str(node.target) for node in part.module.graph.nodes)
-
-
-def where_attention_is(found: Sequence[Piece]) -> set[bool]:
-    """Of the pieces that have attention: is one whole?"""
-    return {piece.is_whole for piece in found if any(map(has_attention, piece.tiles))}
-
-
-BY_SAMPLES: dict[str, tuple[Function, Shapes]] = {
-    "forward": (lambda x, w: (mm(attended(mm(x, w)), w),), ()),
-    "backward": (_with_backward, ()),
-    "a mask of all": (_masked, ((10, 10),)),
-    "a mask that samples share": (_masked, ((1, 1, 10, 10),)),
-    "a mask of each sample": (_masked, ((4, 1, 10, 10),)),
-}
-
-
-@pytest.mark.parametrize("name", BY_SAMPLES)
-def test_attention_runs_in_tiles_of_whole_samples_alone(name: str) -> None:
-    function, masks = BY_SAMPLES[name]
-    shapes = (SAMPLES, *masks, (W, W))
-    module = traced(function, *shapes)
-    for tiles in (2, 3, 4):
-        found = in_pieces(module, Tokens(SAMPLES, 0, samples=True), tiles, shapes)
-        assert where_attention_is(found) == {False}
-    if not masks:
-        for tokens in (Tokens(SAMPLES, 0), Tokens(SAMPLES, 1, samples=True)):
-            assert where_attention_is(in_pieces(module, tokens, 2, shapes)) == {True}
-
-
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
-def test_attention_of_gpus_is_cut_along_samples(kernel: str) -> None:
-    """Seeds are the same in each tile, also where there are as many as samples."""
-    name = f"_scaled_dot_product_{kernel}_attention"
-    forward, backward = (getattr(aten, name + way).default for way in ("", "_backward"))
-    bias = () if kernel == "flash" else (None, True)
-
-    def gradient(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        q = mm(x, w).unflatten(-1, (4, -1)).transpose(1, 2)
-        out, lse, *rest = forward(q, q, q, *bias, 0.0, True)
-        given: tuple[Any, ...] = (out, lse, *rest[4:6], None, *rest[:4], 0.0, True)
-        if kernel == "efficient":
-            given = (None, out, lse, *rest, 0.0, [True, True, True, False], True)
-        elif kernel == "flash":
-            given = (out, lse, *rest[:4], 0.0, True, *rest[4:6])
-        first = backward(q, q, q, q, *given)[0]
-        return (mm(first.transpose(1, 2).flatten(2), w),)
-
-    for batch in (2, 4):
-        shape = (batch, 128, 256)
-        with compat.fake_mode():
-            half: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-            inputs = [torch.empty(sizes, **half) for sizes in (shape, (256, 256))]
-            module = compat.trace(lambda given, _: gradient(*given), inputs, [], {})
-        module.graph.eliminate_dead_code()
-        (piece,) = pieces(tiled(module, Tokens(shape, 0, samples=True), 2))
-        assert not piece.is_whole and [has_attention(each) for each in piece.tiles] == [True]
 
 
 def test_addresses_in_uncompiled_code() -> None:
