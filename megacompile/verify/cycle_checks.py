@@ -3,7 +3,9 @@
 What must hold for the parts of buckets that ops read and write, across all graphs:
 
 - a read waits for the last write before it;
-- a write waits for all earlier reads and writes;
+- a write waits for all earlier reads and writes, and gradients on the host are read, to be added,
+  before they are written again;
+- in one graph, weights and states are read before they change;
 - memory that a backward leaves is freed after the copies out of it.
 
 [Note: cycle] The graphs of a schedule are ordered by tokens (`megacompile.ir.edges`), by the
@@ -11,7 +13,7 @@ values that the backward leaves for the update, and by the in-order streams, whi
 The cycle starts after a step of another schedule, which may have written every part: an update of
 each bucket, then its gradients. Then run forward, backward, update, forward and backward. If
 backwards add to gradients on the host, the first two run twice; if the backward updates, there is
-no update graph. Pairs of ops within one graph are checked with that graph.
+no update graph.
 
 A forward returns when its copies to the device are done, so that parameters may be edited at once.
 
@@ -24,15 +26,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.edges import Handed, Place, handed, stands_for, token_of, written
-from megacompile.ir.ops import Part
+from megacompile.ir.edges import Handed, Place, handed, stands_for, written
+from megacompile.ir.ops import Part, effects
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import bucket_of, label, memory, producer, reads, sharing
@@ -48,10 +50,9 @@ class Access:
     node: fx.Node | None  # None: another schedule's
     bit: int
 
-    def races(self, run: int, before: int) -> bool:
-        """True if this access belongs to an earlier run and is not among the ops done in
-        `before`."""
-        return self.run != run and not before & self.bit
+    @property
+    def updates(self) -> bool:
+        return self.node is not None and effects(self.node).is_update
 
     def named(self, reader: str) -> str:
         """The name of this access in a message of graph `reader`."""
@@ -132,19 +133,20 @@ class _Cycle:
             # threads make its copies to the host, so these are unordered
             steps = [replace(s, stream=None) if s.stream is Stream.D2H else s for s in steps]
             apart = _apart(view)
-        accesses = {node: op.reads or op.writes for node, op in view.order.calls}
+        accesses = {node: _accessed(node) for node, _ in view.order.calls}
         copies = (Stream.H2D, Stream.D2H)
         bits = {
             node: next(self.bits)
             for node, touches in accesses.items()
-            if touches or ops.stream_of(node) in copies
+            if any(touches) or ops.stream_of(node) in copies
         }
         placeholders = view.graph.find_nodes(op="placeholder")
         given = {n: self.handed.get(stands_for(self.schedule, n), 0) for n in placeholders}
         before, done = walk(steps, bits, self.streams, given=given, base=self.drained, apart=apart)
         for node, touches in accesses.items():
-            if touches:
-                yield from self._accesses(view, node, bits[node], before[node])
+            if any(touches):
+                access = Access(self.runs, view.name, node, bits[node])
+                yield from self._accesses(view, access, *touches, before[node])
         if view.name == "forward":  # other checks cover its saved values
             self.drained |= self.streams.get(Stream.H2D, 0)
             return
@@ -157,46 +159,51 @@ class _Cycle:
 
     # Parts of buckets.
 
-    def _accesses(self, view: View, node: fx.Node, bit: int, before: int) -> Iterator[Hazard]:
-        op, bucket = ops.effects(node), ops.bucket_of(node)
-        access = Access(self.runs, view.name, node, bit)
-        for part in op.reads:
-            writer = self.writer.get((bucket.key, part))
-            if writer is not None and writer.races(self.runs, before):
-                yield self._read_too_early(view, node, bucket, part, writer)
-        for part in op.writes:
-            place = bucket.key, part
-            earlier = [
-                *((reader, "read") for reader in self.readers[place]),
-                *((writer, "write") for writer in [self.writer.get(place)] if writer is not None),
-            ]
-            race = next((each for each in earlier if each[0].races(self.runs, before)), None)
+    def _accesses(
+        self,
+        view: View,
+        access: Access,
+        reads: Sequence[Place],
+        writes: Sequence[Place],
+        before: int,
+    ) -> Iterator[Hazard]:
+        node = access.node
+        assert node is not None
+        for place in reads:
+            writer, part = self.writer.get(place), place[1]
+            if writer is None:
+                continue
+            other = writer.named(view.name)
+            what = f"{label(node)} reads {part.value} that {other}"
+            if not before & writer.bit:
+                message = f"{what} may still write: no edge orders that before it; let it wait"
+                yield view.hazard(HazardKind.RACE, node, writer.node, message)
+            elif writer.run == self.runs and part is not Part.GRADIENTS:
+                if not (writer.updates and access.updates):  # reported elsewhere
+                    yield view.hazard(
+                        HazardKind.CHANGED_EARLY, node, writer.node, f"{what} has changed"
+                    )
+        for place in writes:
+            writer, readers = self.writer.get(place), self.readers[place]
+            earlier = [*readers, *([] if writer is None else [writer])]
+            what = f"{label(node)} writes {place[1].value} that"
+            race = next((each for each in earlier if not before & each.bit), None)
             if race is not None:
-                other, does = race
+                does = "write" if race is writer else "read"
                 message = (
-                    f"{label(node)} writes the {part.value} of bucket {bucket.label}, which "
-                    f"{other.named(view.name)} may still {does}: no edge orders that before it; "
-                    f"let {label(node)} wait for a token, or an op, that comes after it"
+                    f"{what} {race.named(view.name)} may still {does}: no edge orders that before "
+                    f"it; let it wait for a token, or an op, after that"
                 )
-                yield view.hazard(HazardKind.WRITTEN_TOO_EARLY, node, other.node, message)
-        for part in op.reads:
-            self.readers[bucket.key, part].append(access)
-        for part in op.writes:
-            self.writer[bucket.key, part] = access
-            self.readers[bucket.key, part] = []
-
-    def _read_too_early(
-        self, view: View, node: fx.Node, bucket: Bucket, part: Part, writer: Access
-    ) -> Hazard:
-        tokens = filter(None, map(token_of, node.all_input_nodes))
-        fix = f"add after=({_token(bucket, part)}) to it"
-        if (bucket.key, part) in {each.place for each in tokens}:
-            fix = f"let the {writer.graph or 'earlier schedule'} return it"
-        message = (
-            f"{label(node)} reads the {part.value} of bucket {bucket.label}, which "
-            f"{writer.named(view.name)} may still write: no edge orders that before it; {fix}"
-        )
-        return view.hazard(HazardKind.READ_TOO_EARLY, node, writer.node, message)
+                yield view.hazard(HazardKind.RACE, node, race.node, message)
+            elif place[1] is Part.GRADIENTS and writer is not None and not readers:
+                if writer.run == self.runs:
+                    message = f"{what} {writer.named(view.name)} wrote, and no op has read"
+                    yield view.hazard(HazardKind.LOST, node, writer.node, message)
+        for place in reads:
+            self.readers[place].append(access)
+        for place in writes:
+            self.writer[place] = access
+            self.readers[place] = []
 
     # Values that a backward leaves.
 
@@ -223,6 +230,15 @@ class _Cycle:
                         f"it: no edge orders that before its free; add after=({token}) to it"
                     )
                     yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
+
+
+def _accessed(node: fx.Node) -> tuple[list[Place], list[Place]]:
+    """The parts of buckets that an op reads, also in place on the device, and that it writes."""
+    op, subject = effects(node), node.args[0] if node.args else None
+    found = [(subject.key, part) for part in op.reads] if isinstance(subject, Bucket) else []
+    lenders = [value for value in reads(node) if effects(value).lends]
+    found += [(ops.bucket_of(value).key, effects(value).lends) for value in lenders]
+    return found, written(node)
 
 
 def _copies_of_left(

@@ -31,47 +31,23 @@ class HazardKind(enum.Enum):
 
     ARGUMENTS = "arguments", "pass what its template takes"
     WRONG_ARGUMENT = "wrong argument", "pass the value that was made for it"
-    MISSING_WEIGHTS = "missing weights", "prefetch the bucket and pass it"
-    WRONG_WEIGHTS = "wrong weights", "pass a prefetch of its own bucket"
-    UNKNOWN_SLOT = "unknown slot", "raise slots"
-    SLOT_TOO_SMALL = "slot too small", "make the slot as large as its largest bucket"
-    SLOT_OVERWRITTEN = "slot overwritten"  # write after read: a reader may still run
+    WRONG_SLOT = "wrong slot", "raise slots, or make each as large as its largest bucket"
     SLOT_REFILLED = "slot refilled", "raise slots, lower lookahead, or fill the slot later"
-    BEFORE_BEGIN = "before begin", "add after=(BEGIN) to it"  # an earlier schedule may read
     NOT_REUSED = "not reused", "correct schedule.reused, or prefetch it"
-    SAVED_VALUES = "saved values", "let schedule.saved_values list them"
+    HANDED_ON = "handed on", "let the schedule, its graphs' outputs and their inputs agree"
     USE_BEFORE_MADE = "use before made", "move it after that"
     USE_AFTER_FREE = "use after free", "free it later"
     FREED_TOO_EARLY = "freed too early"  # a reader on another stream may still run
-    DOUBLE_FREE = "double free", "drop a free"
-    NOT_OWNED = "not owned", "drop its free"  # it has no memory of its own (weights, an event)
+    WRONG_FREE = "wrong free", "drop a free"
     LEAK = "leak", "free it after its last reader"
-    CHANGED_IN_PLACE = "changed in place", "let it read a snapshot made before"
-    CHANGE_LOST = "change lost", "assign the value that the stage returns for it"
-    WRONG_SAVED = "wrong saved", "pass that of its forward or its recompute"
-    NOT_OFFLOADED = "not offloaded", "pass what an offload, or a read after a write, returned"
-    OFFLOAD_LOST = "offload lost", "return it as a saved value"
-    ON_HOST = "on host", "pass the value, or the result of a fetch"
-    WRONG_RNG = "wrong rng", "save it directly before its forward, and pass it"
-    GRADIENTS_NOT_READY = "gradients not ready", "take those of the last backward that adds"
-    WRONG_GRADIENTS = "wrong gradients", "pass those of its own bucket or value"
-    GRADIENTS_LOST = "gradients lost", "offload them once, or fetch and add them"
-    GRADIENTS_REFILLED = "gradients refilled", "write after the last reader"
-    WRONG_BUFFER = "wrong buffer", "give each op its own"
-    WRONG_STATE = "wrong state", "pass the states of its bucket"
-    STATE_LOST = "state lost", "update and offload once"
-    UPDATED_TOO_EARLY = "updated too early", "update after the last reader"
-    READ_TOO_EARLY = "read too early"  # an earlier graph may still write what an op reads
-    WRITTEN_TOO_EARLY = "written too early"  # an earlier graph may still use what an op writes
-    WRONG_TOKEN = "wrong token", "use the last write of a part of a bucket"
-    NOT_UPDATED = "not updated", "update it once, in the backward or in the update"
-    WRONG_UPDATE = "wrong update", "drop it, or move it to the place of its bucket"
-    LEFT_BEHIND = "left behind", "let schedule.left, the backward and the update agree"
-    NOT_READ = "not read", "name one read of its bucket, which no other op names"
-    NOT_WRITTEN = "not written", "write them after this"
+    LOST = "lost", "pass each result to the one op that takes it"
+    RACE = "race"  # accesses of which one writes
+    CHANGED_EARLY = "changed early", "change it after its last reader"
+    WRONG_UPDATE = "wrong update", "update each bucket once, in the place where it is"
+    DISK = "disk", "name one read of its bucket, and write it after its change"
     TOO_MANY_BUFFERS = "too many buffers"  # more are in use for the disk than exist
-    RANKS_DIFFER = "ranks differ", "use one plan for all ranks"
     WRONG_HELP = "wrong help", "name updates of the host, each once"
+    RANKS_DIFFER = "ranks differ", "use one plan for all ranks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,10 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Slot
 from megacompile.ir.edges import token_of
-from megacompile.ir.ops import Op, Value
+from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import (
-    kind_of,
     label,
     memory,
     named,
@@ -65,12 +64,10 @@ def _slots_fit(view: View) -> Iterator[Hazard]:
     for node in view.that(lambda op: op.slot is not None):
         bucket, slot = ops.bucket_of(node), _slot(node)
         where = f"{label(node)} takes bucket {bucket.label} of {format_bytes(bucket.size_bytes)}"
-        if slot.index not in sizes:
-            message = f"{where} to slot {slot.index}, but the schedule has {sorted(sizes)}"
-            yield view.hazard(HazardKind.UNKNOWN_SLOT, node, None, message)
-        elif (size := min(sizes[slot.index], slot.size_bytes)) < bucket.size_bytes:
+        size = min(sizes.get(slot.index, 0), slot.size_bytes)
+        if size < bucket.size_bytes:
             message = f"{where} to slot {slot.index} of {format_bytes(size)}"
-            yield view.hazard(HazardKind.SLOT_TOO_SMALL, node, None, message)
+            yield view.hazard(HazardKind.WRONG_SLOT, node, None, message)
 
 
 def _slots_in_order(view: View) -> Iterator[Hazard]:
@@ -91,7 +88,7 @@ def _slots_in_order(view: View) -> Iterator[Hazard]:
                 f"{label(first)} is the first to fill slot {index}, which an earlier schedule may "
                 "still read: no edge orders BEGIN before it"
             )
-            yield view.hazard(HazardKind.BEFORE_BEGIN, first, begin, message)
+            yield view.hazard(HazardKind.SLOT_REFILLED, first, begin, message)
         for content, (following,) in zip(of_slot, of_slot[1:], strict=False):
             yield from _readers_done(view, content, following)
 
@@ -115,7 +112,7 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
                 f"{_reading(reader, weights)}, but {fill} may overwrite it first: no edge orders "
                 f"{label(reader)} before it; add after=({label(reader)}) to {fill}"
             )
-            yield view.hazard(HazardKind.SLOT_OVERWRITTEN, reader, following, message)
+            yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
 
 
 def _reading(reader: fx.Node, weights: fx.Node) -> str:
@@ -151,16 +148,6 @@ def _reused(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.NOT_REUSED, node, None, message)
 
 
-def _gathers_in_place(view: View) -> Iterator[Hazard]:
-    """A gather takes this rank's part of its own bucket from its own slot."""
-    for node in view.that(lambda op: op.stream is Stream.COMM and op.fills_slot):
-        part = ops.arguments(node)[2]
-        # another kind of value is reported by the check of arguments
-        if kind_of(part) is Value.SHARD and _place(part) != _place(node):
-            message = f"{label(node)} takes the part that {label(part)} fetched to another place"
-            yield view.hazard(HazardKind.WRONG_WEIGHTS, node, part, message)
-
-
 # Lifetimes.
 
 
@@ -171,10 +158,10 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
         value: Any = node.args[0]
         if value in frees:
             message = f"{named(value)} is freed twice"
-            yield view.hazard(HazardKind.DOUBLE_FREE, value, node, message)
+            yield view.hazard(HazardKind.WRONG_FREE, value, node, message)
         elif not owns(value) and (value.op != "placeholder" or token_of(value) is not None):
             message = f"{label(value)} owns no memory, yet it is freed"
-            yield view.hazard(HazardKind.NOT_OWNED, value, node, message)
+            yield view.hazard(HazardKind.WRONG_FREE, value, node, message)
         else:
             frees[value] = node
     lasting = outliving(view.graph)
@@ -185,7 +172,7 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
             if name in lasting:
                 if name in frees:
                     message = f"{named(name)} is freed, but it is returned"
-                    yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
+                    yield view.hazard(HazardKind.WRONG_FREE, name, frees[name], message)
             elif (owns(name) or name in view.left) and name not in frees:
                 message = f"{named(name)} is neither freed nor returned"
                 yield view.hazard(HazardKind.LEAK, name, None, message)
@@ -244,17 +231,16 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
                 f"{label(reader)} reads {old.name} as it was before {label(assign)} changes it, "
                 f"but no edge orders {label(reader)} before it"
             )
-            yield view.hazard(HazardKind.CHANGED_IN_PLACE, reader, assign, message)
+            yield view.hazard(HazardKind.CHANGED_EARLY, reader, assign, message)
     live = view.schedule.written  # the backward takes their memory in its current state
     if old.name in view.schedule.saved_values and old.name not in live and view.name == "forward":
         message = f"the backward takes {old.name} as it was before {label(assign)} changes it"
-        yield view.hazard(HazardKind.CHANGED_IN_PLACE, old, assign, message)
+        yield view.hazard(HazardKind.CHANGED_EARLY, old, assign, message)
 
 
 CHECKS: tuple[Check, ...] = (
     _slots_fit,
     _slots_in_order,
-    _gathers_in_place,
     _reused,
     _lifetimes,
     _assigns,

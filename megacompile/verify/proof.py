@@ -5,12 +5,11 @@ What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
 - ops get the values that they are meant for, and the backward gets those that the forward read:
   `verify.argument_checks`;
-- memory is not reused while it is read, and ranks gather a bucket in the slot of its part:
-  `verify.memory_checks`;
-- gradients reach the host once and complete, and `optimizer.step()` updates the buckets that got
-  them, once: `verify.bucket_checks`;
-- tensors that wait on the host or on a disk are found there again: `verify.storage_checks`;
-- one graph waits for another's accesses to a bucket: `verify.cycle_checks`.
+- memory is not reused while it is read: `verify.memory_checks`;
+- results are consumed once, and `optimizer.step()` updates the buckets that got gradients, once:
+  `verify.bucket_checks`;
+- accesses to the parts of a bucket are ordered, in a graph and around the cycle:
+  `verify.cycle_checks`.
 
 The checks read only the graphs, without device or data.
 
@@ -41,7 +40,6 @@ from megacompile.verify import (
     bucket_checks,
     cycle_checks,
     memory_checks,
-    storage_checks,
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 from megacompile.views.schedule_table import table
@@ -51,13 +49,12 @@ __all__ = ["Hazard", "HazardKind", "hazards", "hazards_of_ranks", "verify", "ver
 _CHECKS: tuple[Check, ...] = (
     *argument_checks.CHECKS,
     *memory_checks.CHECKS,
-    *storage_checks.CHECKS,
     *bucket_checks.CHECKS,
 )
 _JOINED = (
     argument_checks.saved_values,
     argument_checks.left_taken,
-    bucket_checks.updated_once,
+    bucket_checks.updates,
     cycle_checks.hazards,
 )
 
@@ -87,10 +84,10 @@ def verify(schedule: Schedule) -> None:
 def hazards(schedule: Schedule) -> list[Hazard]:
     """All hazards of a schedule."""
     views = View.all_of(schedule)
-    found = [hazard for view in views for hazard in argument_checks.incomplete(view)]
-    if found:  # the checks below need complete arguments
-        return found
-    found = [hazard for view in views for check in _CHECKS for hazard in check(view)]
+    found = [hazard for view in views for hazard in argument_checks.arguments(view)]
+    if any(hazard.kind is HazardKind.ARGUMENTS for hazard in found):
+        return found  # the checks below need complete arguments
+    found += [hazard for view in views for check in _CHECKS for hazard in check(view)]
     return found + [hazard for joined in _JOINED for hazard in joined(views)]
 
 

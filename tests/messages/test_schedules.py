@@ -45,8 +45,8 @@ def test_a_hazard_is_explained_and_marked_in_the_table() -> None:
         "",
         "forward",
         "step | h2d                     | compute | d2h",
-        "   0 | 0PREFETCH@0 1PREFETCH@1 | 0F      |      <-- 0F: slot overwritten",
-        "   1 | 2PREFETCH@0             | 1F      |      <-- 2PREFETCH@0: slot overwritten",
+        "   0 | 0PREFETCH@0 1PREFETCH@1 | 0F      |      <-- 0F: slot refilled",
+        "   1 | 2PREFETCH@0             | 1F      |      <-- 2PREFETCH@0: slot refilled",
     ]
     schedule = built(stages=8)
     lines = message(replace(schedule, slots=schedule.slots[:1]))

@@ -126,10 +126,10 @@ def test_the_rest_of_a_step_is_an_update_alone() -> None:
 
     (hasty, early), (short, missing) = rest(), rest()
     ops.nodes_of(early, ops.update_host)[0].kwargs = {}
-    assert HazardKind.READ_TOO_EARLY in {hazard.kind for hazard in hazards(hasty)}
+    assert HazardKind.RACE in {hazard.kind for hazard in hazards(hasty)}
     missing.output_node().args = (((ops.returned(missing)[0][0],),),)
     missing.erase_node(ops.nodes_of(missing, ops.update_resident)[0])
-    assert HazardKind.NOT_UPDATED in {hazard.kind for hazard in hazards(short)}
+    assert HazardKind.WRONG_UPDATE in {hazard.kind for hazard in hazards(short)}
 
 
 # --- the budget

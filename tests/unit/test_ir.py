@@ -82,9 +82,9 @@ def noting() -> Iterator[Schedule]:
 def test_a_declared_op_is_proved_shown_and_counted(noting: Schedule) -> None:
     assert hazards(noting) == []
     late = hazards(edited(noting, "forward: 0LARGEST before output"))
-    assert {h.kind.value for h in late} <= {"slot refilled", "slot overwritten"} and late
+    assert {h.kind.value for h in late} <= {"slot refilled"} and late
     wrong = hazards(edited(noting, "forward: 0LARGEST[1] = 1PREFETCH@1"))
-    assert ("wrong weights", "0LARGEST") in {(h.kind.value, h.label) for h in wrong}
+    assert ("wrong argument", "0LARGEST") in {(h.kind.value, h.label) for h in wrong}
     assert "0LARGEST" in noting.table() and "LARGEST" in noting.to_dot()
     assert "largest(bucket_0, w0)" in noting.code()
     assert "LARGEST" in noting.diff(planned("0F 1F 2F 3F"))

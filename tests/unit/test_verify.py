@@ -109,7 +109,7 @@ FAULTS = rows(Path(__file__).with_name("faults.txt").read_text())
 
 
 def said(schedule: Schedule) -> list[str]:
-    """A hazard in short: "slot overwritten: forward 0F, 2PREFETCH@0"."""
+    """A hazard in short: "slot refilled: forward 0F, 2PREFETCH@0"."""
     return [
         f"{h.kind.value}: {h.graph} {h.label}" + (f", {h.other}" if h.other else "")
         for h in hazards(schedule)
@@ -230,7 +230,7 @@ def test_it_ends_on_values_that_are_made_of_one_another() -> None:
     schedule = built(changes={1})
     assign = find(schedule, "forward", "ASSIGN")
     assign.args = (ops.arguments(assign)[0], ops.arguments(assign)[0])
-    assert HazardKind.CHANGE_LOST in {hazard.kind for hazard in hazards(schedule)}
+    assert HazardKind.LOST in {hazard.kind for hazard in hazards(schedule)}
 
 
 def test_memory_lives_as_long_as_one_of_its_names() -> None:

@@ -115,7 +115,7 @@ def without_sum(graph: fx.Graph, mean: fx.Node) -> fx.Node:
 
 
 def unsummed(schedule: Schedule) -> list[Any]:
-    return [h for h in hazards(schedule) if "not summed over its 2 replicas" in str(h)]
+    return [h for h in hazards(schedule) if "the result of their all_reduce" in str(h)]
 
 
 @pytest.mark.parametrize("name", REPLICATED)
@@ -135,7 +135,7 @@ def test_gradients_without_their_sum_over_replicas_are_reported(name: str) -> No
                 mean = ops.call(graph, ops.all_reduce, bucket, part, name="early")
             gradients.args = (*others, mean)
         found = unsummed(mutant)
-        assert found and found[0].kind is HazardKind.WRONG_GRADIENTS, k
+        assert found and found[0].kind is HazardKind.WRONG_ARGUMENT, k
 
 
 @pytest.mark.parametrize("options", [{}, {"update": True, "slots": 5}], ids=str)
@@ -159,10 +159,10 @@ def test_every_harmful_mutant_is_reported_and_nothing_else() -> None:
     assert len({name for name, _ in counts.edits}) > 25, "of every kind"
     # Without one kind of check, some would be missed: the mutants need what `verify` proves.
     for blind in (
-        {HazardKind.READ_TOO_EARLY, HazardKind.WRITTEN_TOO_EARLY, HazardKind.WRONG_TOKEN},
-        {HazardKind.NOT_UPDATED, HazardKind.WRONG_UPDATE, HazardKind.STATE_LOST},
-        {HazardKind.SLOT_OVERWRITTEN, HazardKind.SLOT_REFILLED, HazardKind.BEFORE_BEGIN},
-        {HazardKind.FREED_TOO_EARLY, HazardKind.USE_AFTER_FREE, HazardKind.DOUBLE_FREE},
-        {HazardKind.GRADIENTS_LOST, HazardKind.WRONG_GRADIENTS, HazardKind.GRADIENTS_NOT_READY},
+        {HazardKind.RACE, HazardKind.HANDED_ON},
+        {HazardKind.WRONG_UPDATE},
+        {HazardKind.SLOT_REFILLED},
+        {HazardKind.FREED_TOO_EARLY, HazardKind.USE_AFTER_FREE, HazardKind.WRONG_FREE},
+        {HazardKind.LOST, HazardKind.WRONG_ARGUMENT, HazardKind.USE_BEFORE_MADE},
     ):
         assert any(kinds <= blind for kinds in counts.kinds), blind
