@@ -237,7 +237,7 @@ class _Stages:
             def is_right(value: fx.Node) -> bool:
                 source: Any = producer(value)
                 if source.target is ops.recompute:
-                    return source.args[0].index == stage.index and value.args[1] == index
+                    return bool(source.args[0].index == stage.index and value.args[1] == index)
                 given = source.op == "placeholder" or kind_of(source) is Value.SAVED
                 return given and kept.get(fetched_from(self.view.copies, value).name) == index
 

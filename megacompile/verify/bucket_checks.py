@@ -35,8 +35,8 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 # Results.
 
-_CONSUMED = (Value.GRADIENTS, Value.UPDATED, Value.GRADIENT_BUFFER)
-_CONSUMED += (Value.STATE_BUFFER, Value.SAVED_BUFFER)
+_BUFFERS = (Value.GRADIENT_BUFFER, Value.STATE_BUFFER, Value.SAVED_BUFFER)
+_CONSUMED = (Value.GRADIENTS, Value.UPDATED, *_BUFFERS)
 
 
 def _consumed(view: View) -> Iterator[Hazard]:

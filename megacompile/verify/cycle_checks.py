@@ -236,8 +236,9 @@ def _accessed(node: fx.Node) -> tuple[list[Place], list[Place]]:
     """The parts of buckets that an op reads, also in place on the device, and that it writes."""
     op, subject = effects(node), node.args[0] if node.args else None
     found = [(subject.key, part) for part in op.reads] if isinstance(subject, Bucket) else []
-    lenders = [value for value in reads(node) if effects(value).lends]
-    found += [(ops.bucket_of(value).key, effects(value).lends) for value in lenders]
+    for value in reads(node):
+        if (lent := effects(value).lends) is not None:
+            found.append((ops.bucket_of(value).key, lent))
     return found, written(node)
 
 
