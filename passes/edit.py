@@ -148,18 +148,17 @@ def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
 def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
     """The value with which the backward reads `value` as the forward did.
 
-    It is the value itself, or a snapshot if the value is an input that is changed in place, in the
-    forward or by a stage's backward (`Schedule.written`):
+    It is the value itself, or a snapshot if the value is an input that is changed in place:
 
         before: 3F ASSIGN(x)        after: 3F SNAPSHOT(x) ASSIGN(x)
     """
     assigns = [n for n in value.users if n.target is ops.assign and n.args[0] is value]
-    if not assigns and not value.meta.get("written"):
+    if not assigns:
         return value
     snapshot = value_that_is_saved(value)
     if snapshot is not value:
         return snapshot
-    with graph.inserting_before(assigns[0] if assigns else body_of(graph)):
+    with graph.inserting_before(assigns[0]):
         copy = ops.call(graph, ops.snapshot, value, name=f"{value.name}_old")
     copy.meta["value"] = value.meta.get("value")
     return copy

@@ -408,7 +408,7 @@ class LateOps(BoundOps):
         of_args = len(stage.traced.gradients) - sum(
             hasattr(stage.primals[i], "param") for i in stage.traced.gradients
         )
-        self._count = of_args + len(params) + len(stage.traced.written)
+        self._count = of_args + len(params)
         return super().backward(stage, *args)
 
     def assign(self, *args: Any, **kwargs: Any) -> Handle:

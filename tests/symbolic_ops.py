@@ -156,7 +156,6 @@ class Machine(Layout):
         saved: Any,
         tangents: Any,
         partial_gradients: Any,
-        live: Any = (),
     ) -> Results:
         template = stage.traced
         primals = self._primals(stage, weights, args)
@@ -189,9 +188,6 @@ class Machine(Layout):
                     raise Crash("no gradients so far") from None
         if len(reads) != len(template.backward_inputs) + len(template.tangent_metas):
             raise Crash("a backward takes more, or less")
-        if len(live) != len(template.live):
-            raise Crash("a backward takes more, or fewer, live inputs")
-        reads += [_whole(self.tensor(value)) for value in live]
         return self._gradients(stage, reads, so_far)
 
     def _gradients(
@@ -211,17 +207,14 @@ class Machine(Layout):
             ref = stage.primals[primal]
             if isinstance(ref, ParamRef):
                 merged[stage.buckets[ref.bucket].key][ref.param] = cell
-        written = {primal: self.cell() for primal in template.written}
 
         def run(cells: Cells) -> None:
             given = _read(reads, cells)
             for primal, cell in made.items():
                 cells[cell] = term("gradient", id(template), primal, *given)
-            for primal, cell in written.items():
-                cells[cell] = term("written", id(template), primal, *given)
 
         groups = [Group(key, tuple(of.items())) for key, of in merged.items()]
-        return run, (*of_args, *groups, *map(Tensor, written.values()))
+        return run, (*of_args, *groups)
 
     # Saved tensors that wait elsewhere.
 

@@ -35,25 +35,6 @@ def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:
         yield argument.name, argument.default_value if given is None else given
 
 
-_TORCHS = ("", "torch", "_operator", "operator", "builtins", "math", "megacompile", "aten", "prims")
-
-
-def is_torchs(target: Any) -> bool:
-    """True if a captured node's target is torch's or ours: its backward writes to no tensor.
-
-    A higher-order operator runs user code: of a hook, of an `autograd.Function`.
-    """
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return False
-    if isinstance(target, torch._ops.OpOverload):
-        target = target._overloadpacket
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name).partition("::")[0] in _TORCHS
-    if isinstance(getattr(target, "__self__", None), type):
-        target = target.__self__  # `apply` of an `autograd.Function`
-    return (getattr(target, "__module__", None) or "").partition(".")[0] in _TORCHS
-
-
 def is_random(node: fx.Node) -> bool:
     """True if an ATen node draws random numbers. Attention with `dropout_p=0` does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -133,17 +133,6 @@ def is_of_backward(node: fx.Node) -> bool:
     return _OF_BACKWARD in node.meta
 
 
-def set_functional_value(tensor: Any, value: Any) -> None:
-    """Replace the value of a tensor of `to_functional`, and of its views.
-
-    Its version stays: autograd sees no in-place change.
-    """
-    new = from_functional(value)
-    tensor.replace_(new)
-    tensor.commit_update()
-    tensor.sync()
-
-
 def has_known_data(tensor: torch.Tensor) -> bool:
     """True if a fake tensor has its elements, as one made from numbers does."""
     return getattr(from_functional(tensor), "constant", None) is not None

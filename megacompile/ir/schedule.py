@@ -71,9 +71,6 @@ class Schedule:
     rest: tuple[Bucket, ...] = ()  # updated without gradients from this schedule's backward
     # forward placeholders whose in-place changes autograd records: see the last outputs
     recorded: tuple[str, ...] = ()
-    # forward placeholders that a backward changes in place; its placeholders of the same names are
-    # their current memory, and readers of the forward's value use a snapshot
-    written: tuple[str, ...] = ()
     # (output, parameter): user-visible views of parameters, which are copies here
     views: tuple[tuple[int, str], ...] = ()
     # (output, view) of outputs that are views of inputs; the forward returns the inputs

@@ -2,8 +2,7 @@
 
 A forward's placeholder has the position of the captured graph's input; a backward's tangent has the
 position of its output. Tokens are in `megacompile.ir.edges`; every other placeholder is a value of
-the previous graph with the same name. A backward's placeholder may be *live*: a model input that a
-backward writes, with its current memory.
+the previous graph with the same name.
 """
 
 from __future__ import annotations
@@ -31,18 +30,6 @@ def tangent_of(graph: fx.Graph, output: int, name: str) -> fx.Node:
     node = graph.placeholder(name)
     node.meta["tangent"] = output
     return node
-
-
-def live_of(graph: fx.Graph, name: str) -> fx.Node:
-    """A new placeholder of a backward for an input that the backward changes in place."""
-    node = graph.placeholder(name)
-    node.meta["live"] = True
-    return node
-
-
-def is_live(node: fx.Node) -> bool:
-    """True for a placeholder of an input's memory instead of a value."""
-    return "live" in node.meta
 
 
 def inputs(forward: fx.Graph) -> dict[str, int]:

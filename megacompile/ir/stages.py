@@ -86,8 +86,6 @@ class Template:
         default=None, repr=False
     )
     traced: Template | None = field(default=None, repr=False)  # with other sizes planned
-    live: tuple[int, ...] = ()  # primals whose current value the backward takes, after the rest
-    written: tuple[int, ...] = ()  # of `live`, the primals whose new value follows the gradients
     saved_fraction: float = 1.0  # the share of saved tensors at the split
     tiles: int = 1  # number of tiles of its tokenwise pieces
     # primals and saved tensors whose memory autograd would keep for the backward
@@ -138,8 +136,6 @@ class Stage:
     metas: tuple[Meta, ...]  # of the primals
     outputs: tuple[TensorMeta, ...]  # of the outputs, without the mutated inputs' new values
     mutated: tuple[int, ...]  # primals that the stage changes in place
-    # primals whose memory any stage's backward writes: see `stages/writes`
-    live: tuple[int, ...] = ()
     template: Template | None = None
     # in a draft: positions of its saved tensors, grouped by value; (): each is one value
     bundles: tuple[tuple[int, ...], ...] = ()

@@ -84,20 +84,6 @@ def endings(steps: Sequence[Collection[T]]) -> list[set[T]]:
     return [{value for value in used if last[value] == i} for i, used in enumerate(steps)]
 
 
-def underlying_inputs(schedule: Schedule) -> dict[str, str]:
-    """Names of the forward's values in an input's memory (the input itself and its new values from
-    stages) -> the input's name."""
-    found = {node.name: node.name for node in schedule.forward.find_nodes(op="placeholder")}
-    for call in ops.nodes_of(schedule.forward, ops.forward):
-        stage, _, args, _ = ops.arguments(call)
-        items = dict(ops.items(call))
-        for k, primal in enumerate(stage.mutated, start=len(stage.outputs)):
-            source, new = args[stage.primals[primal].index], items.get(k)
-            if new is not None and source is not None and source.name in found:
-                found[new.name] = found[source.name]
-    return found
-
-
 def borrowed(schedule: Schedule) -> frozenset[str]:
     """The names of the forward's values that autograd would not keep for a backward: stage inputs
     and outputs from which this schedule's backward may recompute the values that autograd keeps."""
@@ -204,7 +190,7 @@ def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
     buckets = stage.gradient_buckets
     count = effects(call).count
     assert count is not None
-    return enumerate(buckets, count(call.args) - len(buckets) - len(stage.traced.written))
+    return enumerate(buckets, count(call.args) - len(buckets))
 
 
 def kind_of(value: fx.Node) -> Value | None:

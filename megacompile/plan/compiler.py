@@ -207,7 +207,6 @@ class PassCompiler:
         if (
             not (options.cuda_graphs and options.may_merge and options.plans)
             or len(schedule.stages) > 1
-            or any(template.live for template in schedule.templates)
             or any(g is not None and ops.nodes_that(g, ops.leaves_compute) for g in graphs)
         ):
             return schedule

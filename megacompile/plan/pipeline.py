@@ -67,7 +67,6 @@ from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
-from megacompile.passes.stages.writes import find_writes, has_own_backwards
 from megacompile.passes.stages.zeros import settle_strides
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
@@ -135,8 +134,6 @@ class Pipeline:
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = _run(stages, [("strides", settle)])
-        if has_own_backwards(stages):
-            stages = _run(stages, [("writes", self._tracing(find_writes, capture))])
         log.captured(capture, stages)
         return replace(stages, plan=Plan(reasons=reasons))
 

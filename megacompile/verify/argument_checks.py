@@ -37,7 +37,6 @@ from megacompile.ir.values import (
     producer,
     reads,
     taken,
-    underlying_inputs,
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
@@ -175,15 +174,12 @@ class _Stages:
         # forward's value, or bucket key -> name of its gradient so far
         self.gradients: dict[Any, str] = {}
         self.changed: dict[fx.Node, str] = {}  # new value that is not assigned yet -> input
-        self.left: dict[str, fx.Node] = {}  # input that backwards write -> its memory
         self.root: dict[fx.Node, fx.Node] = {}  # value in the forward -> the input in its memory
         inputs = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
         if view.name == "backward":
             outputs, names = ops.returned(view.schedule.forward)[0], signature.tangents(view.graph)
             tangents = [k for k in view.schedule.tangents if k < len(outputs)]
             self.gradients = {outputs[k]: names.get(k, "") for k in tangents}
-            self.underlying = underlying_inputs(view.schedule)
-            self.left = inputs
         else:
             self.root = {node: node for node in inputs.values()}
 
@@ -217,9 +213,7 @@ class _Stages:
                 same = own in [ops.arguments(stage)[0].index for stage in stages]
                 return same and made == source.args[1]
             known = [user.name for user in source.users if effects(user).gives is Value.COPY]
-            if source.name not in self.view.schedule.written:  # else a backward may have changed it
-                known.append(source.name)
-            return fetched_from(self.view.copies, value).name in known
+            return fetched_from(self.view.copies, value).name in (source.name, *known)
 
         name = "" if source is None else f", which was {source.name} in the forward"
         return f"argument {index}{name}", required, is_right
@@ -254,17 +248,6 @@ class _Stages:
         partial: list[Any] = [_at(sources, ref.index) for ref in refs]
         partial += [b.key for b in stage.gradient_buckets if b.key in self.gradients]
         yield "partial gradients", [gradient("the gradient so far", of) for of in partial]
-        names = self._live(stage, sources)
-        yield "live inputs", [self._memory(name) for name in names]
-
-    def _live(self, stage: Stage, sources: Any) -> list[str]:
-        """The names of the inputs in whose memory a stage's backward reads and writes."""
-        given = [_at(sources, ref.index) for ref in stage.arg_refs(stage.traced.live)]
-        return ["" if source is None else self.underlying.get(source.name, "") for source in given]
-
-    def _memory(self, name: str) -> Wanted:
-        left = None if name in self.changed.values() else self.left.get(name)
-        return f"the memory of input {name}", True, lambda value: value is left
 
     def ran(self, node: fx.Node) -> None:
         """Record the results of a stage op: gradients, and new values of inputs."""
@@ -277,9 +260,6 @@ class _Stages:
             of += [bucket.key for _, bucket in groups(node)]
             for k, source in enumerate(of):
                 self.gradients[source] = items[k].name if k in items else ""
-            live = dict(zip(stage.traced.live, self._live(stage, sources), strict=True))
-            for k, primal in enumerate(stage.traced.written, start=len(of)):
-                self.changed[items.get(k, node)] = live[primal]
         elif node.target is ops.forward:
             args: Any = node.args[2]
             for k, primal in enumerate(stage.mutated, start=len(stage.outputs)):
@@ -293,17 +273,11 @@ class _Stages:
     def assigned(self, node: fx.Node) -> bool:
         """Record an `assign`; False if it does not write the new value of its input there."""
         target, new, *_ = ops.arguments(node)
-        if self.view.name == "forward":
-            source = self.root.get(target)
-            if source is None or new is target or self.root.get(new) is not source:
-                return False
-            self.root[node] = source
-            self.changed.pop(new, None)
-            return True
-        name = self.changed.pop(new, None)
-        if name is None or target is not self.left.get(name):
+        source = self.root.get(target)
+        if source is None or new is target or self.root.get(new) is not source:
             return False
-        self.left[name] = node
+        self.root[node] = source
+        self.changed.pop(new, None)
         return True
 
 

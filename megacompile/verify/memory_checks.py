@@ -232,8 +232,7 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
                 f"but no edge orders {label(reader)} before it"
             )
             yield view.hazard(HazardKind.CHANGED_EARLY, reader, assign, message)
-    live = view.schedule.written  # the backward takes their memory in its current state
-    if old.name in view.schedule.saved_values and old.name not in live and view.name == "forward":
+    if old.name in view.schedule.saved_values and view.name == "forward":
         message = f"the backward takes {old.name} as it was before {label(assign)} changes it"
         yield view.hazard(HazardKind.CHANGED_EARLY, old, assign, message)
 

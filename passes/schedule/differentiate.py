@@ -14,7 +14,7 @@ read it and in its current state (`live`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,35 +24,20 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import live_of, tangent_of
+from megacompile.ir.signature import tangent_of
 from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
-from megacompile.ir.values import underlying_inputs
 from megacompile.passes.edit import add_item, last_item, needed_for, saved_value, set_saved_values
 
 
 @dataclass
 class _Backward:
-    """The backward graph so far.
+    """The backward graph so far."""
 
-    Args:
-        forward: the graph that it is the backward of.
-        underlying: from `underlying_inputs`.
-    """
-
-    forward: fx.Graph
-    underlying: Mapping[str, str]
+    forward: fx.Graph  # that it is the backward of
     graph: fx.Graph = field(default_factory=fx.Graph)
     saved: dict[str, fx.Node] = field(default_factory=dict)  # placeholders of saved values
     gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of forward values
     of_bucket: dict[int, fx.Node] = field(default_factory=dict)  # gradients, by the bucket's key
-    # inputs in the state that earlier backwards left
-    live: dict[str, fx.Node] = field(default_factory=dict)
-
-    def live_inputs(self, call: fx.Node, stage: Stage) -> list[str]:
-        """The inputs that a stage's backward takes in their current state."""
-        args = ops.arguments(call)[2]
-        refs = stage.arg_refs(stage.traced.live)
-        return [self.underlying[args[ref.index].name] for ref in refs]
 
 
 def differentiate(schedule: Schedule) -> Schedule:
@@ -62,7 +47,7 @@ def differentiate(schedule: Schedule) -> Schedule:
     new = schedule.copy()
     calls = ops.calls_by_stage(new.forward, ops.forward)
     stages = [stage for stage in reversed(new.stages) if stage.traced.has_backward]
-    made = _Backward(new.forward, underlying_inputs(new))
+    made = _Backward(new.forward)
     for stage in stages:
         _save(new.forward, calls[stage.index], stage)
         args = backward_args(calls[stage.index], stage, stage.traced.backward_primals)
@@ -71,11 +56,6 @@ def differentiate(schedule: Schedule) -> Schedule:
             if node.name not in made.saved:
                 made.saved[node.name] = made.graph.placeholder(node.name)
                 made.saved[node.name].meta["value"] = node.meta.get("value")
-    taken = {name for s in stages for name in made.live_inputs(calls[s.index], s)}
-    for node in new.forward.find_nodes(op="placeholder"):
-        if node.name in taken:
-            made.live[node.name] = live_of(made.graph, node.name)
-            made.live[node.name].meta["value"] = node.meta.get("value")
     outputs, _ = ops.returned(new.forward)
     for k in new.tangents:
         tangent = tangent_of(made.graph, k, f"t{k}")
@@ -87,7 +67,6 @@ def differentiate(schedule: Schedule) -> Schedule:
     made.graph.output((tuple(made.gradients[n] for n in wanted), (), ()))
     new = replace(new, backward=made.graph, gradients=tuple(n.name for n in wanted))
     names = [
-        *new.written,
         *made.saved,
         *(name for s in new.stages for name in _boundary(new.forward, calls[s.index], s)),
     ]
@@ -126,7 +105,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
     outputs: Any = graph.output_node().args[0]
     seen = needed_for(outputs[k] for k in results)
     placeholders = graph.find_nodes(op="placeholder")
-    changed = [i for i in stage.mutated if placeholders[i] not in seen and i not in stage.live]
+    changed = [i for i in stage.mutated if placeholders[i] not in seen]
     found = {ref.index for ref in stage.arg_refs(changed)}
     read = {
         ref.index
@@ -182,11 +161,9 @@ def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
     buckets = stage.gradient_buckets
-    names = made.live_inputs(call, stage)
     carried = [args[ref.index] for ref in stage.arg_refs(template.partial_gradients)]
     groups = [made.of_bucket[b.key] for b in buckets if b.key in made.of_bucket]
     needed = backward_args(call, stage, template.backward_primals)
-    live = tuple(made.live[name] for name in names)
     node = ops.call(
         graph,
         ops.backward,
@@ -196,23 +173,17 @@ def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
         tuple(made.saved[s.name] for s in _saved(call, stage)),
         tuple(made.gradients[results[k]] for k in template.tangents),
         (*(made.gradients[n] for n in carried), *groups),
-        *((live,) if live else ()),
         name=f"b{stage.index}",
     )
     sources = [args[ref.index] for ref in stage.arg_refs(template.gradients)]
     metas = [n.meta.get("value") for n in sources]
     given = (_group_meta(stage, template, b) for b in buckets)
-    node.meta["value"] = (*metas, *given, *(template.primals[i] for i in template.written))
+    node.meta["value"] = (*metas, *given)
     for k, source in enumerate(sources):
         made.gradients[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
     for k, bucket in enumerate(buckets, start=len(sources)):
         name = f"g{bucket.suffix}_{stage.index}"
         made.of_bucket[bucket.key] = add_item(graph, node, k, name)
-    of_primal = dict(zip(template.live, names, strict=True))
-    for k, primal in enumerate(template.written, start=len(sources) + len(buckets)):
-        name = of_primal[primal]
-        new = add_item(graph, node, k, f"{name}_{stage.index}")
-        made.live[name] = ops.call(graph, ops.assign, made.live[name], new, after=())
 
 
 def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, ...]:

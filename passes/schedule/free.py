@@ -22,7 +22,6 @@ from megacompile.ir.edges import take, token_of, written
 from megacompile.ir.ops import Part, Value
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import is_live
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import outliving, owns, producer, reads, taken
 from megacompile.passes.edit import last_item
@@ -128,7 +127,7 @@ def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:
     if node.op == "placeholder":
-        return owns_inputs and token_of(node) is None and not is_live(node)
+        return owns_inputs and token_of(node) is None
     return owns(node)
 
 

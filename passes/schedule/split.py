@@ -111,7 +111,6 @@ def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCach
             takes,
             base.gradients,
             index=next_index(cache),
-            written=base.written,
             saved_fraction=saved_fraction,
             tiles=tiles,
         )

@@ -1,8 +1,8 @@
 """Split a stage's joint graph into its template: forward, recompute, backward.
 
-    (primals, tangents, partial gradients, live primals) -> (results, gradients, what is written)
+    (primals, tangents, partial gradients) -> (results, gradients)
     FORWARD_SAVING: primals -> results, saved
-    BACKWARD: saved, tangents, partial gradients, live primals -> gradients, what is written
+    BACKWARD: saved, tangents, partial gradients -> gradients
 
 AOTAutograd's min-cut partitioner (Zheng et al., "Min-cut optimal recomputation", 2022) chooses
 between saving and recomputing: the fastest split, or, with a saved_fraction below 1, a split that
@@ -68,7 +68,6 @@ def split(
     gradients: tuple[int, ...],
     *,
     index: int,
-    written: tuple[int, ...] = (),
     saved_fraction: float = 1.0,
     tiles: int = 1,
 ) -> Template:
@@ -76,12 +75,11 @@ def split(
 
     Args:
         stage: the traced stage.
-        joint: (primals, tangents, partial gradients, live primals) -> (outputs, new values,
-            gradients, values that the backward writes); not changed.
+        joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients); not
+            changed.
         takes: the tangents and partial gradients.
         gradients: the primals with gradients in the joint graph's results.
         index: the template's index.
-        written: the primals whose new value the joint graph returns after the gradients.
         saved_fraction: the share of saved tensors, from 0 (inputs and random numbers) to 1 (the
             fastest forward and backward). A stage that draws random numbers uses 1 if the
             partitioner would draw them again.
@@ -99,7 +97,7 @@ def split(
     gradient_metas: tuple[TensorMeta, ...] = ()
     if backward is not None:
         backward_inputs = _backward_inputs(backward, saved)
-        returned = ops.returned(backward.graph)[: len(gradients)]
+        returned = ops.returned(backward.graph)
         gradient_metas = tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
     if planned:
         graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
@@ -128,8 +126,6 @@ def split(
         tiles=tiles if any(not piece.is_whole for piece in pieces) else 1,
         symbols=_symbols(joint, planned),
         tangent_strides=_tangent_strides(takes, list(planned)),
-        live=stage.live if backward is not None else (),
-        written=written,
         kept=frozenset() if backward is None else _kept(stage, joint, saved),
     )
 

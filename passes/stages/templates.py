@@ -51,35 +51,21 @@ def trace_templates(
     ambient: Ambient,
     cache: TemplateCache,
     lowering: Lowering,
-    finds_writes: bool = False,
 ) -> Schedule:
     """Give every stage its template. `schedule.tangents` are the outputs that get a gradient.
 
-    Args:
-        finds_writes: the writes of backwards are not known yet (see `stages/writes`).
-
     Raises:
-        UnsupportedGraphError: a stage cannot be traced, or its backward writes an unknown tensor.
+        UnsupportedGraphError: a stage cannot be traced, or a hook or an `autograd.Function` changes
+            a tensor in place in its backward.
     """
     walk = _GradientWalk(schedule)
     stages: list[Stage] = []
     for stage in reversed(schedule.stages):
         takes = walk.takes(stage)
         template = _template(stage, takes, ambient, cache, lowering)
-        if not finds_writes and not set(template.written) <= set(stage.live):
-            raise UnsupportedGraphError(cannot_write(stage, "a tensor"))
         walk.record(stage, template)
         stages.append(replace(stage, template=template))
     return with_stages(schedule, tuple(reversed(stages)))
-
-
-def cannot_write(stage: Stage, what: str) -> str:
-    """The reason why a stage whose backward changes `what` in place is not scheduled."""
-    return (
-        f"stage {stage.name!r}: a hook, or an autograd.Function, changes {what} in place in the "
-        "backward, where only buffers and inputs of the model may change; write it to a module's "
-        "buffer"
-    )
 
 
 class _GradientWalk:
@@ -135,7 +121,7 @@ def _template(
     code = graph_key(stage.module)
     metas = tuple(any_size(meta) for meta in stage.metas)
     given = replace(takes, metas=tuple(any_size(meta) for meta in takes.metas))
-    key = (code, metas, params, stage.mutated, stage.live, given, lowering, ambient)
+    key = (code, metas, params, stage.mutated, given, lowering, ambient)
     planned = numbers_of(stage.metas)
     for number in itertools.count():  # code with symbols may not be valid for all their values
         template = cache.get((key, number))
@@ -186,13 +172,10 @@ class _Tracer:
     ambient: Ambient
     lowering: Lowering
     gradients: tuple[int, ...] = ()
-    written: tuple[int, ...] = ()
 
     def template(self, index: int) -> Template:
         joint = self._trace_symbolic() if numbers_of(self.stage.metas) else self._trace()
-        return split(
-            self.stage, joint, self.takes, self.gradients, index=index, written=self.written
-        )
+        return split(self.stage, joint, self.takes, self.gradients, index=index)
 
     def _trace_symbolic(self) -> fx.GraphModule:
         """The joint graph for all sizes.
@@ -221,11 +204,11 @@ class _Tracer:
         if not eager:
             check_floats(joint)
             return joint
-        found = self.gradients, self.written
+        found = self.gradients
         plain = self._trace()
         plain.graph.eliminate_dead_code()
         difference = first_difference(joint, plain)
-        if difference or found != (self.gradients, self.written):
+        if difference or found != self.gradients:
             raise compat.UntraceableSymbols(f"with symbols, {difference or 'gradients differ'}")
         return joint
 
@@ -259,8 +242,6 @@ class _Tracer:
         with self.ambient.apply(), compat.keeping_nesting(), tensors:
             primals: list[Any] = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
-            if tangents:
-                tangents += [self.stage.metas[i].zeros() for i in self.stage.live]
             return compat.trace(self._functional, primals, tangents, decompositions)
 
     def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
@@ -272,7 +253,7 @@ class _Tracer:
     def _joint(
         self, primals: list[Any], tangents: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results as values that a backward does not change; gradients and new values."""
+        """The results, and the gradients."""
         inputs = list(primals)
         for i in self.stage.mutated:  # a separate value, so that the old one stays readable
             inputs[i] = primals[i].clone()
@@ -288,9 +269,6 @@ class _Tracer:
         values = [compat.from_functional(t) for t in results]
         if not tangents:
             return values, []
-        tangents, live = tangents[: len(self.takes.metas)], tangents[len(self.takes.metas) :]
-        for i, now in zip(self.stage.live, live, strict=True):
-            compat.set_functional_value(inputs[i], now)
         before = [compat.from_functional(t) for t in (*inputs, *outputs)]
         ends = [results[k] for k in self.takes.tangents] + [
             primals[k] for k in self.takes.partial_gradients
@@ -307,31 +285,13 @@ class _Tracer:
                 raise
         pairs = [(i, g) for i, g in zip(sources, found, strict=True) if g is not None]
         self.gradients = tuple(i for i, _ in pairs)
-        self.written = self._written(inputs, outputs, before)
-        return values, [*(g for _, g in pairs), *(inputs[i] for i in self.written)]
-
-    def _written(self, inputs: list[Any], outputs: list[Any], before: list[Any]) -> tuple[int, ...]:
-        """The primals that the backward changed in place, by a hook or an `autograd.Function`.
-
-        Raises:
-            UnsupportedGraphError: it changed a tensor that other stages use and that is not a model
-                input.
-        """
-        pairs = enumerate(zip((*inputs, *outputs), before, strict=True))
-        changed = [k for k, (now, old) in pairs if compat.from_functional(now) is not old]
-        written = tuple(k for k in changed if k < len(inputs))
-        memory = {compat.storage_key(inputs[i]) for i in written}
-        for k in changed:
-            what = ""
-            if k < self.params:
-                ref = self.stage.primals[k]
-                assert isinstance(ref, ParamRef)
-                what = f"parameter {self.stage.buckets[ref.bucket].params[ref.param].name!r}"
-            elif k >= len(inputs) and compat.storage_key(outputs[k - len(inputs)]) not in memory:
-                what = "a tensor that the stage passes to others"
-            if what:
-                raise UnsupportedGraphError(cannot_write(self.stage, what))
-        return written
+        now = [compat.from_functional(t) for t in (*inputs, *outputs)]
+        if any(value is not old for value, old in zip(now, before, strict=True)):
+            raise UnsupportedGraphError(
+                f"stage {self.stage.name!r}: a hook, or an autograd.Function, changes a tensor in "
+                "place in the backward; change it after the backward"
+            )
+        return values, [g for _, g in pairs]
 
 
 def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:

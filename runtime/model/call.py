@@ -176,7 +176,6 @@ class Call:
                 inputs,
                 outputs,
                 borrowed=executor.borrowed,
-                written=executor.schedule.written,
             )
         self.generation = self.machine.slots.generation
         return outputs

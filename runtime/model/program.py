@@ -155,8 +155,8 @@ class Program:
         self.differentiable = frozenset(k for k, meta in metas.items() if meta.requires_grad)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
         self.inputs = inputs_of(self.stages.forward)  # name in the schedule -> position
-        # the inputs (including bases) that forward or backward changes in place
-        names = (*(str(node.args[0]) for node in changes), *self.stages.written)
+        # the inputs (including bases) that the forward changes in place
+        names = [str(node.args[0]) for node in changes]
         self.changed_names = frozenset(names)
         self.changed = frozenset(self.inputs[name] for name in names)
         # inputs whose changes autograd records, and the outputs that are their new values

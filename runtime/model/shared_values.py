@@ -59,7 +59,6 @@ def shared(
     inputs: Mapping[str, Any],
     outputs: Iterable[Any],
     borrowed: Collection[str] = (),
-    written: Collection[str] = (),
 ) -> list[Source]:
     """The sources that must not change between a forward and its backward.
 
@@ -71,13 +70,8 @@ def shared(
         inputs: the forward's inputs, by name.
         borrowed: saved values that the plain model's backward would not keep, so changes to them
             are allowed.
-        written: saved values that backwards change in place; a backward reads their current state.
     """
-    saved = {
-        name: value
-        for name, value in saved_values.items()
-        if isinstance(value, torch.Tensor) and name not in written
-    }
+    saved = {k: value for k, value in saved_values.items() if isinstance(value, torch.Tensor)}
     memories = dict(zip(saved, _memories(saved.values()), strict=True))
     given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     left = [value for value in outputs if isinstance(value, torch.Tensor)]

@@ -24,7 +24,7 @@ def _forward_count(args: Sequence[Any]) -> int:
 def _backward_count(args: Sequence[Any]) -> int:
     stage: Stage = args[0]
     inputs = [i for i in stage.traced.gradients if isinstance(stage.primals[i], ArgRef)]
-    return len(inputs) + len(stage.gradient_buckets) + len(stage.traced.written)
+    return len(inputs) + len(stage.gradient_buckets)
 
 
 def _copied_in_memory(node: fx.Node) -> int:
@@ -77,8 +77,7 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
     traffic=_copied_in_memory,
 )
 def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
-    """Write a new value into an input that a stage changes in place: its forward (a BatchNorm
-    statistic) or its backward (a hook that notes the largest gradient).
+    """Write a new value into an input that a stage changes in place (a BatchNorm statistic).
 
     `counted=False`: the tensor's version is not bumped, like in the original operators.
     """
@@ -124,12 +123,8 @@ def backward(
     saved: tuple[Any, ...],
     tangents: tuple[Any, ...],
     partial_gradients: tuple[Any, ...],
-    live: tuple[Any, ...] = (),
 ) -> Any:
     """Compute the gradients of a stage's inputs, then of its parameters, one group per bucket.
-
-    With `live` (current values of model inputs that backwards write), it then returns their new
-    values.
 
     `partial_gradients`: the gradients so far of inputs and parameters that later stages used too.
     They enter the stage's graph, so that sums follow autograd's order.
