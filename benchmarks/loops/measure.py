@@ -114,6 +114,14 @@ def _logged() -> Iterator[_Log]:
                 logger.propagate = propagate
 
 
+def _without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        names = [name for name, value in vars(module).items() if isinstance(value, float)]
+        for name in names:
+            if "dropout" in name or (name == "p" and isinstance(module, nn.Dropout)):
+                setattr(module, name, 0.0)
+
+
 def run(
     loop: Loop,
     engine: Engine,
@@ -125,12 +133,14 @@ def run(
     dtype: torch.dtype = torch.float32,
     say: Callable[[Step], None] = lambda step: None,
     explain: bool = True,
+    dropout: bool = True,
 ) -> Measured:
     """Take the steps of a loop.
 
     Args:
         say: is told of each step when it is over.
         explain: keep the lines of logs that say why something was captured.
+        dropout: False sets all probabilities of dropout to 0, also those of attention.
     """
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -142,6 +152,8 @@ def run(
     def begin(model: nn.Module) -> None:
         nonlocal start_s
         measured.model = model
+        if not dropout:
+            _without_dropout(model)
         start_s = time.perf_counter()
 
     def done(*losses: Any) -> None:

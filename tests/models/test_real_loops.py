@@ -13,7 +13,6 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -81,15 +80,14 @@ def test_few_captures_and_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.filterwarnings("ignore")
 def test_few_captures_with_inductor(name: str) -> None:
-    """Losses are equal but for rounding. No element is dropped: Inductor draws other ones."""
+    """Losses are equal but for rounding. A missed update changes a loss by 4e-3."""
     loop = chosen(name)
-    options: dict[str, Any] = {"size": "least", "steps": STEPS, "device": "cuda"}
-    random = torch._inductor.config.patch(fallback_random=True)
-    with random, mock.patch("torch.nn.functional.dropout", lambda x, *_, **__: x):
+    options: dict[str, Any] = {"size": "least", "steps": STEPS, "device": "cuda", "dropout": False}
+    with torch._inductor.config.patch(fallback_random=True):
         plain = run(loop, Engine.PLAIN, **options)
         ours = run(loop, Engine.OURS, lowering="inductor", **options)
     for mine, theirs in zip(plain.losses, ours.losses, strict=True):
-        assert theirs == pytest.approx(mine, rel=1e-2)
+        assert theirs == pytest.approx(mine, rel=2e-3)
     assert_few_captures(ours, run(loop, Engine.COMPILE, **options))
 
 
