@@ -315,8 +315,6 @@ def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) 
         loop = dataclasses.replace(loop, hooks=())
     if loop.threads and not choice.optimizer:  # a second step adds to gradients, in their order
         loop = dataclasses.replace(loop, fork=False, tie=None)
-    if "noted" in net.kinds:  # its hook reads what the backward before has written
-        loop = dataclasses.replace(loop, threads=False)
     if loop.tie:  # parameters move to other buckets, which a view does not: megacompile says so
         loop = dataclasses.replace(loop, view=-1)
     return loop

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 WIDTH = 6
 BATCH = 3
-KINDS = ("linear", "block", "batch norm", "dropout", "in place", "gain", "fixed", "noted")
+KINDS = ("linear", "block", "batch norm", "dropout", "in place", "gain", "fixed")
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,6 @@ class Layer(nn.Module):
         elif kind == "fixed":
             self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
             self.register_buffer("seen", torch.zeros(()))
-        elif kind == "noted":
-            self.register_buffer("scale", torch.ones(()))
-            self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
@@ -102,20 +99,7 @@ class Layer(nn.Module):
         if self.kind == "fixed":
             self.seen += 1
             return y * self.scale + x
-        if self.kind == "noted":
-            self.scale.mul_(1.25)
-            if y.requires_grad:
-                y.register_hook(self._note)
-            return torch.tanh(y) * (self.scale + self.seen.max())
         return torch.tanh(y)
-
-    def _note(self, grad: Tensor) -> Tensor:
-        """A backward that reads what others have written, and writes both buffers."""
-        scaled = grad / (1 + self.seen.max())
-        self.seen.copy_(self.seen.roll(1))
-        self.seen[0].copy_(grad.abs().amax())
-        self.scale.mul_(0.75)
-        return scaled
 
 
 class Model(nn.Module):
