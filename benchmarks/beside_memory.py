@@ -25,9 +25,9 @@ import torch
 from megacompile import compat
 from megacompile.beside.process import processes
 from megacompile.options import Options
-from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.rule import Update
+from megacompile.runtime.optim.rules import ADAM
 from megacompile.runtime.updates.compiled import Compiled
 from megacompile.text import columns, format_bytes
 

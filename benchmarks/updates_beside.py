@@ -19,9 +19,9 @@ from torch import nn
 
 from benchmarks.models import qwen2, tokens
 from benchmarks.report import publish
-from megacompile.runtime.optim.adam import ADAM
-from megacompile.runtime.optim.kernels.fused_update import launch
+from megacompile.runtime.optim.kernels import launch
 from megacompile.runtime.optim.rule import Update
+from megacompile.runtime.optim.rules import ADAM
 
 Work = Callable[[], Any]
 HIGH, LOW = -1, 0  # priorities of CUDA streams

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import host_memory
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.option_values import Activations, Lowering, parse_bytes
-from megacompile.runtime.optim.registry import RULES, listed, rule_of
+from megacompile.runtime.optim.rules import RULES, listed, rule_of
 
 _E = TypeVar("_E", bound=enum.Enum)
 

@@ -20,7 +20,7 @@ from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.runtime.optim.blockwise import BLOCK
-from megacompile.runtime.optim.registry import rule_of
+from megacompile.runtime.optim.rules import rule_of
 
 EIGHT_BITS = 1.0 + 4.0 / BLOCK  # bytes of an 8-bit state: a code, and its share of a float32 scale
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megacompile.runtime.optim.kernels.load_store import round_nearest
+from megacompile.runtime.optim.kernels import round_nearest
 
 BLOCK = 8192  # classes per block
 _WARPS = 16

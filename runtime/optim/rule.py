@@ -1,17 +1,9 @@
-"""The interface of an optimizer rule. Read this file before adding an optimizer.
+"""The interface of an optimizer rule (`OptimizerRule`). Read this file before adding an optimizer.
 
-A rule is a file in this folder with one `OptimizerRule`, and an entry in `registry.KNOWN`:
-
-    types     the optimizer classes
-    moments   the states, by their names in `optimizer.state[p]`
-    options   the required options of a parameter group
-    scalars   computes the scalars of a step from a parameter group
-    twin      the arithmetic in plain torch, compiled to C++ for the host
-    kernel    the arithmetic in Triton, for the device; tested against the twin
-
-Twin and kernel are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). All rules
+A rule has the arithmetic of an update twice: in plain torch (the twin, compiled to C++ for the
+host) and in Triton (the kernel, for the device), tested against each other. Both are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). All rules
 share the code around them: dtypes, 8-bit states, rounding, masters and their copies (`twin.py`,
-`kernels/fused_update.py`), and the time and place of an update (`runtime/updates`). The rest of the
+`kernels.py`), and the time and place of an update (`runtime/updates`). The rest of the
 code only uses this interface and never checks which rule it has.
 
 An optimizer whose update is not elementwise has an `OwnStep` instead, which runs torch's own code.

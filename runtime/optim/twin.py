@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optim.blockwise import dequantize, quantize, tables
-from megacompile.runtime.optim.kernels.table import Table
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update, math_dtype
+from megacompile.runtime.optim.table import Table
 
 CHUNK = 2**18  # elements per chunk of an eager twin; a multiple of the 8-bit block
 
@@ -92,7 +92,7 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     if not updates:
         return
     if updates[0].grad.device.type == "cuda":
-        from megacompile.runtime.optim.kernels.fused_update import launch
+        from megacompile.runtime.optim.kernels import launch
 
         launch(rule, updates)
         return
@@ -110,7 +110,7 @@ def update_again(
 ) -> None:
     """Repeat an update, described by its tables, on a CUDA device with new scalars and gradients
     (see `Table.renew`) of all parameters of the step."""
-    from megacompile.runtime.optim.kernels.fused_update import BLOCK, run
+    from megacompile.runtime.optim.kernels import BLOCK, run
 
     for table in tables:
         table.renew(gradients, factors)

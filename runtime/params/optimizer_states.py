@@ -1,4 +1,4 @@
-"""The states of known optimizers (`optim.registry`) in the buckets' flat memory.
+"""The states of known optimizers (`optim.rules`) in the buckets' flat memory.
 
 `optimizer.state[p]` holds views of it under the stock names. Each optimizer has its own buffers in
 a bucket (`StateMemory`), so two optimizers over the same parameters have separate states, as in
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.options import Options
 from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
-from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
+from megacompile.runtime.optim.rules import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.params.guards import opened, release
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.state_memory import State, StateDtype

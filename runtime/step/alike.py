@@ -19,9 +19,9 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.kernels.table import Signature, Table, describe, tables_of
-from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, Update
+from megacompile.runtime.optim.rules import rule_of
+from megacompile.runtime.optim.table import Signature, Table, describe, tables_of
 from megacompile.runtime.optim.twin import apply, update_again
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
@@ -94,7 +94,7 @@ class Alike:
                 like = update.param.stride() == part.steps[k].grad.stride()
                 if update.seed is not None or not like:
                     return None
-                described.append(describe(k, rule, update))
+                described.append(describe(rule, update))
         found = Alike(rule, optimizer, parts, trained, described)
         scalars = found._scalars([each.state for each in trained])
         return None if found.facts is None or scalars is None else found

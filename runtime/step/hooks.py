@@ -27,7 +27,7 @@ from megacompile import compat
 from megacompile.garbage import every_object
 from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.optim.blockwise import to_plain
-from megacompile.runtime.optim.registry import known
+from megacompile.runtime.optim.rules import known
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import count_up, drop_empty, reserve
 from megacompile.runtime.updates.update import BucketUpdate

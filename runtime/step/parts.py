@@ -22,10 +22,9 @@ from megacompile.options import Lowering, Options
 from megacompile.runtime.device.buffers import Wanted
 from megacompile.runtime.device.saved import stored_bytes
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.blockwise import quantizes
-from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
+from megacompile.runtime.optim.rules import ADAM, USUAL, rule_of
 from megacompile.runtime.optim.twin import seed_of
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardState, any_shared, guard_of

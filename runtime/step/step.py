@@ -29,7 +29,7 @@ from megacompile.options import Lowering, Options
 from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.optim.registry import rule_of
+from megacompile.runtime.optim.rules import rule_of
 from megacompile.runtime.params.gradient_guards import is_unsummed
 from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.host_bucket import HostBucket

@@ -36,8 +36,8 @@ from megacompile.log import KERNELS, UPDATES
 from megacompile.runtime import optim
 from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.optim.blockwise import absmax_numel
-from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule, Update
+from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.optim.twin import apply, arguments, function_of
 
 _TYPICAL = 2**22  # elements: by the first size Inductor decides whether to use several threads

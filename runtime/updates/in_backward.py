@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
-from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.rule import map_state
+from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.gradient_guards import is_taken
 from megacompile.runtime.params.guards import any_shared

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
-from megacompile.runtime.optim.registry import known, rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, OwnStep, is_number
+from megacompile.runtime.optim.rules import known, rule_of
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained

@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 
 from megacompile.cost.optimizer import LEAST_HELPED
 from megacompile.ir import ops
-from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.rule import OptimizerRule, Update, map_state
+from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import apply, update_bucket
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.updates.compiled import compiled, kind_of

@@ -101,7 +101,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from megacompile import compat
-from megacompile.runtime.optim.kernels.load_store import _fetch
+from megacompile.runtime.optim.kernels import _fetch
 
 asked = []
 triton.knobs.compilation.listener = lambda **given: asked.append(given["cache_hit"])

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim import blockwise
-from megacompile.runtime.optim.kernels import table
-from megacompile.runtime.optim.registry import RULES
+from megacompile.runtime.optim import blockwise, table
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
+from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.optim.twin import apply, seed_of
 from tests.processes import python
 
@@ -52,7 +51,7 @@ PLAIN = {**GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}  # of SGD
 
 
 def kernel(rule: OptimizerRule, updates: Sequence[Update], block: int = BLOCK) -> None:
-    from megacompile.runtime.optim.kernels.fused_update import launch
+    from megacompile.runtime.optim.kernels import launch
 
     launch(rule, updates, block=block)
 
@@ -327,17 +326,17 @@ def test_bad_tensors_are_refused() -> None:
         update._replace(states=((codes, codes[:2]), *update.states[1:])),
         update._replace(factor=torch.tensor(0.5, device=DEVICE)),  # not of the gradient's dtype
     ):
-        with pytest.raises(ValueError, match="needed|8-bit state|2 elements"):
+        with pytest.raises(AssertionError):
             kernel(ADAM, [bad])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled: bool) -> None:
     """The gradients, their factors and the scalars are new; of several signatures."""
-    from megacompile.runtime.optim.kernels.fused_update import run
+    from megacompile.runtime.optim.kernels import run
 
     made = [*some_updates(ADAM, (48, 16, 32)), *some_updates(ADAM, (5, 7), param=BF16)]
-    rows = {k: table.describe(k, ADAM, u) for k, u in enumerate(at_step(ADAM, made, 1))}
+    rows = {k: table.describe(ADAM, u) for k, u in enumerate(at_step(ADAM, made, 1))}
     both = [
         update._replace(
             grad=torch.rand_like(update.param),
@@ -366,7 +365,7 @@ def compile_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megacompile.runtime.optim.kernels.fused_update import _update, constants
+    from megacompile.runtime.optim.kernels import _update, constants
 
     for rule in RULES:
         least = tuple(None if moment.option else FP64 for moment in rule.moments)

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adam, AdamW, Muon
 
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.blockwise import BlockwiseTensor, dequantize, dynamic_code, quantize
-from megacompile.runtime.optim.registry import KNOWN, RULES, known, rule_of
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
+from megacompile.runtime.optim.rules import KNOWN, RULES, known, rule_of
 from megacompile.runtime.optim.twin import apply, philox, round_stochastic, seed_of
 from tests.lion import Lion
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megacompile import compat
 from megacompile.runtime.optim import twin as module
 from megacompile.runtime.optim.blockwise import BLOCK
-from megacompile.runtime.optim.registry import RULES
+from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.updates.workers import Chunks
 from tests.draws import drawn
 from tests.zoo import equal

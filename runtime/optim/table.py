@@ -10,7 +10,7 @@ them to the kernel; this module and the kernels share the layout:
     hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 
 `blocks` depends only on the sizes and is cached. The others are fetched in every call, from one new
-pinned tensor (see `load_store.fetch`). If only gradients and scalars change between steps, the
+pinned tensor (see `kernels.fetch`). If only gradients and scalars change between steps, the
 `Table` is reused.
 
 Triton is imported for the first bucket on a CUDA device.
@@ -53,8 +53,16 @@ class Launch(NamedTuple):
 
     signature: Signature
     blocks: Tensor  # (programs, 2) int32
-    table: Tensor  # (params, columns) int64
-    hyper: Tensor  # (params, columns) fp32 or fp64
+    packed: Tensor  # the table and the scalars on the host, both aligned to 16 bytes: int64
+    columns: tuple[int, int]  # of the table and of the scalars
+    params: int
+
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """The table and the scalars in `packed`, or in a copy of it."""
+        dtype, (columns, hypers) = math_dtype(self.signature.param), self.columns
+        numel = self.params * columns
+        hyper = packed[numel + numel % 2 :].view(dtype)[: self.params * hypers]
+        return packed[:numel].view(-1, columns), hyper.view(-1, hypers)
 
 
 class Table:
@@ -83,10 +91,19 @@ class Table:
     ) -> Launch:
         """The launch for a step with these scalars of all its parameters, `block` elements per
         program."""
-        blocks = program_blocks(self._numels, block, device)
         own = [hypers[k] for k in self.positions]
-        table, hyper = _pack(self._rows, own, math_dtype(self.signature.param), device)
-        return Launch(self.signature, blocks, table, hyper)
+        kind = "d" if math_dtype(self.signature.param) == torch.float64 else "f"
+        as_bytes = {each: array(kind, each).tobytes() for each in set(own)}
+        packed = bytearray(self._rows.tobytes() + bytes(len(self._rows) % 2 * 8))
+        packed.extend(b"".join(map(as_bytes.__getitem__, own)))
+        packed.extend(bytes(-len(packed) % 8))
+        return Launch(
+            self.signature,
+            program_blocks(self._numels, block, device),
+            torch.frombuffer(packed, dtype=torch.int64),
+            (self._columns, len(own[0])),
+            len(own),
+        )
 
 
 def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Table]:
@@ -102,50 +119,33 @@ def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Tabl
 
 def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> Iterator[Launch]:
     """One launch for each signature among the updates, with `block` elements per program."""
-    described = {i: describe(i, rule, update) for i, update in enumerate(updates)}
+    described = {i: describe(rule, update) for i, update in enumerate(updates)}
     hypers = [tuple(update.hyper) for update in updates]
     for table in tables_of({i: d for i, d in described.items() if d[1][NUMEL]}):
         yield table.launch(hypers, block=block, device=updates[0].grad.device)
 
 
-def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]:
+def describe(rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]:
     """A parameter's signature and its row of the table."""
     param, grad, given, _, out, copy, seed, factor = update
     numel = param.numel()
-    moments = rule.moments
-    if len(given) != len(moments):
-        raise ValueError(f"parameter {position} has {len(given)} states, needed {len(moments)}")
-    for moment, state in zip(moments, given, strict=True):
-        if state is None and moment.option is None:
-            raise ValueError(f"parameter {position} has no {moment.name}, needed a tensor")
     out = param if out is None else out
-    if out.dtype != param.dtype:
-        raise ValueError(
-            f"parameter {position}: the new parameter is {out.dtype}, needed {param.dtype}"
-        )
     codes = [state[0] if isinstance(state, tuple) else state for state in given]
     absmaxes = [state[1] if isinstance(state, tuple) else None for state in given]
-    for code, absmax in zip(codes, absmaxes, strict=True):
-        if code is not None and absmax is not None:
-            if (code.dtype, absmax.dtype) != (torch.uint8, torch.float32):
-                raise ValueError(
-                    f"parameter {position}: an 8-bit state is {code.dtype} codes and "
-                    f"{absmax.dtype} absmax, needed torch.uint8 and torch.float32"
-                )
-    dense = [_address(position, tensor, numel) for tensor in (param, out, copy, grad, *codes)]
-    scales = [_address(position, tensor, absmax_numel(numel)) for tensor in absmaxes]
-    if factor is not None and (factor.dtype, factor.dim()) != (grad.dtype, 0):
-        raise ValueError(
-            f"parameter {position}: the factor is {factor.dtype} of {factor.dim()} dimensions, "
-            f"needed {grad.dtype} of 0"
-        )
-    stochastic = seed is not None and param.dtype == torch.bfloat16
+    assert len(given) == len(rule.moments) and out.dtype == param.dtype
+    for moment, state, absmax in zip(rule.moments, codes, absmaxes, strict=True):
+        assert state is not None or moment.option is not None, moment.name
+        assert absmax is None or (state is not None and state.dtype == torch.uint8)
+        assert absmax is None or absmax.dtype == torch.float32
+    assert factor is None or (factor.dtype, factor.dim()) == (grad.dtype, 0)
+    dense = [_address(tensor, numel) for tensor in (param, out, copy, grad, *codes)]
+    scales = [_address(tensor, absmax_numel(numel)) for tensor in absmaxes]
     signature = Signature(
         param=param.dtype,
         grad=grad.dtype,
         copy=None if copy is None else copy.dtype,
         states=tuple(None if state is None else state.dtype for state in codes),
-        stochastic=stochastic,
+        stochastic=seed is not None and param.dtype == torch.bfloat16,
         aligned=functools.reduce(operator.or_, dense, numel) % _ALIGNMENT == 0,
         scaled=factor is not None,
     )
@@ -153,16 +153,10 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
     return signature, [numel, *dense, *scales, seed or 0, at]
 
 
-def _address(position: int, tensor: Tensor | None, numel: int) -> int:
+def _address(tensor: Tensor | None, numel: int) -> int:
     """The address of a tensor's memory; 0 if there is none."""
-    if tensor is None:
-        return 0
-    if tensor.numel() != numel or not tensor.is_contiguous():
-        raise ValueError(
-            f"parameter {position}: a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}, needed a contiguous one of {numel} elements"
-        )
-    return tensor.data_ptr()
+    assert tensor is None or (tensor.numel() == numel and tensor.is_contiguous())
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @functools.cache
@@ -173,25 +167,3 @@ def program_blocks(numels: tuple[int, ...], block: int, device: torch.device) ->
     starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     numbers = torch.arange(len(rows)) - starts
     return torch.stack([rows, numbers], 1).to(torch.int32).to(device)
-
-
-def _pack(
-    rows: array[int],
-    hypers: Sequence[tuple[float, ...]],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """The table and the scalars on a device, both aligned to 16 bytes."""
-    kind = "d" if dtype == torch.float64 else "f"
-    as_bytes = {each: array(kind, each).tobytes() for each in set(hypers)}
-    scalars = b"".join(map(as_bytes.__getitem__, hypers))
-    numel = len(rows)
-    packed = bytearray(rows.tobytes() + bytes(numel % 2 * 8) + scalars)
-    packed.extend(bytes(-len(packed) % 8))
-    staged = torch.frombuffer(packed, dtype=torch.int64)
-    if device.type == "cuda":
-        from megacompile.runtime.optim.kernels.load_store import fetch
-
-        staged = fetch(staged, device)
-    hyper = staged[numel + numel % 2 :].view(dtype)[: len(scalars) // dtype.itemsize]
-    return staged[:numel].view(len(hypers), -1), hyper.view(len(hypers), -1)
