@@ -4,7 +4,7 @@
     python -m benchmarks.disk FOLDER --gib 4
     python -m benchmarks.disk FOLDER --only "4 threads" --only kvikio
 
-Threads are ours (`runtime/disk/transfers.py`), by chunk and number. io_uring needs `liburing` of
+Threads are ours (`runtime/disk.py`), by chunk and number. io_uring needs `liburing` of
 PyPI, kvikio `kvikio-cu13` (and its libraries on LD_LIBRARY_PATH, where there is no conda, and a
 CUDA driver); a row says why one did not run. libaio is its system calls. All of them do direct I/O
 of the same places and the same memory, but for "cached" and "mapping". CPU is user and system time
@@ -30,10 +30,9 @@ from typing import Any
 import torch
 
 from benchmarks.report import publish
+from megacompile.runtime import disk as disks
 from megacompile.runtime.device.buffers import DiskBuffer, HostBuffer
-from megacompile.runtime.disk import transfers
-from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import Disk, Way
+from megacompile.runtime.disk import Disk, Way
 
 _DEPTH = 8  # requests in flight of io_uring and libaio
 _CHUNK = 4 * 2**20
@@ -53,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
     size = int(args.gib * 2**30) // _CHUNK * _CHUNK
-    disk = Disk(ScratchFile(args.folder))
-    buffer, memory = DiskBuffer(size, disk.file), HostBuffer(size, pin=False)
+    disk = Disk(args.folder)
+    buffer, memory = DiskBuffer(size, disk), HostBuffer(size, pin=False)
     memory.bytes(size).random_(generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, object]] = []
     for name, make in _ways(disk, buffer, memory):
@@ -134,17 +133,17 @@ def _threads(
     *,
     direct: bool = True,
 ) -> Run:
-    there = Disk(disk.file, threads)
+    disk.start_threads(threads)
     flat = memory.bytes(len(memory))
-    descriptor = disk.file.direct_fd if direct else None
+    descriptor = disk.direct_fd if direct else None
 
     def run(way: Way) -> None:
-        transfers.CHUNK_BYTES = mib * 2**20
-        before, disk.file.direct_fd = disk.file.direct_fd, descriptor
-        request = there.request(way, [buffer.span(lambda: flat)], "benchmark")
+        disks.CHUNK_BYTES = mib * 2**20
+        before, disk.direct_fd = disk.direct_fd, descriptor
+        request = disk.request(way, [buffer.span(lambda: flat)], "benchmark")
         request.begin()
         request.wait()
-        disk.file.direct_fd = before
+        disk.direct_fd = before
 
     return run
 
@@ -155,11 +154,11 @@ def _mapping(buffer: DiskBuffer, memory: HostBuffer) -> Run:
     def run(way: Way) -> None:
         if way is Way.READ:
             buffer.madvise(mmap.MADV_DONTNEED)
-            os.posix_fadvise(buffer.file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(buffer.disk.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             flat.copy_(seen)
         else:
             seen.copy_(flat)
-            os.fdatasync(buffer.file.fd)
+            os.fdatasync(buffer.disk.fd)
 
     return run
 
@@ -182,7 +181,7 @@ def _io_uring(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Run:
         while True:
             while flying < _DEPTH and (piece := next(waiting, None)) is not None:
                 at, vector = piece
-                prepare(uring.io_uring_get_sqe(ring), disk.file.direct_fd, vector, at)
+                prepare(uring.io_uring_get_sqe(ring), disk.direct_fd, vector, at)
                 flying += 1
             if not flying:
                 return
@@ -215,7 +214,7 @@ def _libaio(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Run:
                 code = 0 if way is Way.READ else 1
                 block = struct.pack(
                     "<QIiHhIQQqQII",
-                    *(piece[0], 0, 0, code, 0, disk.file.direct_fd, piece[1], _CHUNK, piece[0]),
+                    *(piece[0], 0, 0, code, 0, disk.direct_fd, piece[1], _CHUNK, piece[0]),
                     *(0, 0, 0),
                 )
                 control = ctypes.create_string_buffer(block, len(block))
@@ -241,7 +240,7 @@ def _kvikio(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Run:
     direct = {"auto_direct_io_read": True, "auto_direct_io_write": True}
     defaults.set({"num_threads": 4, "task_size": _CHUNK, **direct})
     # it opens the file by name again, with O_DIRECT too
-    file = kvikio.CuFile(f"/proc/self/fd/{disk.file.fd}", "r+")
+    file = kvikio.CuFile(f"/proc/self/fd/{disk.fd}", "r+")
     view, at = memoryview(memory), buffer.span(lambda: memory.bytes(len(memory))).place.at
     file.pread(view[:_CHUNK], file_offset=at).get()  # it asks for libcuda, for host memory too
 

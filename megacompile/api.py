@@ -20,8 +20,8 @@ from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.plan.setting import Setting
 from megacompile.progress import line
+from megacompile.runtime.checkpoint.contents import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
-from megacompile.runtime.checkpoint.match import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.methods import ModuleCall, replace_methods

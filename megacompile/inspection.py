@@ -17,7 +17,7 @@ from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
 from megacompile.plan.findings import Moved
 from megacompile.plan.scenario import Planned, Scenario
-from megacompile.runtime.disk.transfers import Way
+from megacompile.runtime.disk import Way
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
 from megacompile.views.recorder import Trace as Trace
 from megacompile.views.recorder import Traced

@@ -286,8 +286,8 @@ def _within(
         return "fault", f"{max(peaks)} bytes of host buffers, and the budget is {host}"
     if max(peaks[1:]) > planned:
         return "fault", f"{max(peaks[1:])} bytes of host buffers, and the plan said {planned}"
-    if disk is not None and stored is not None and disk.file.used_bytes > stored:
-        return "fault", f"{disk.file.used_bytes} bytes on the disk, and the budget is {stored}"
+    if disk is not None and stored is not None and disk.used_bytes > stored:
+        return "fault", f"{disk.used_bytes} bytes on the disk, and the budget is {stored}"
     return "ran", ""
 
 

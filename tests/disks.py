@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megacompile.errors import HostMemoryError, OptimizerError
 from megacompile.passes.schedule import insert_disk
+from megacompile.runtime import disk
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.pool import BufferPool, Lease, Lender
-from megacompile.runtime.disk import transfers
-from megacompile.runtime.disk.transfers import Way
+from megacompile.runtime.disk import Way
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.updates.leases import BucketBuffers
+from megacompile.runtime.updates.staging import BucketBuffers
 
 LATE_S = 0.001  # at most, but for what a thread waits for the processor
 
@@ -27,7 +27,7 @@ LATE_S = 0.001  # at most, but for what a thread waits for the processor
 @contextmanager
 def harsh(rng: random.Random) -> Iterator[None]:
     """For its duration threads go on in any order, and buffers that are given back hold NaN."""
-    real = transfers._transfer
+    real = disk._transfer
 
     def transfer(file: Any, way: Way, at: int, whole: Tensor, *place: int) -> None:
         start, size = place
@@ -55,8 +55,8 @@ def harsh(rng: random.Random) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module, name, value in (
-            (transfers, "_transfer", transfer),
-            (transfers, "CHUNK_BYTES", 4096),
+            (disk, "_transfer", transfer),
+            (disk, "CHUNK_BYTES", 4096),
             (BucketBuffers, "take_back", poisoned(BucketBuffers)),
             (BufferPool, "take_back", poisoned(BufferPool)),
         ):

@@ -25,13 +25,13 @@ from megacompile.plan.abstract import AbstractProgram, abstract_options, abstrac
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.disk.transfers import Way
+from megacompile.runtime.disk import Way
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.leases import BucketBuffers
+from megacompile.runtime.updates.staging import BucketBuffers
 from megacompile.verify import proof
 from tests.interrupts import profiled
 

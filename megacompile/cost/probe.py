@@ -15,8 +15,7 @@ import torch
 from megacompile import compat, numa
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.host_memory import pinned_empty, total_bytes
-from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import Disk, FileSpan, Request, Way
+from megacompile.runtime.disk import Disk, FileSpan, Request, Way
 
 _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
@@ -231,7 +230,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
     Raises:
         DiskError: no file can be created there, the disk is full, or I/O failed.
     """
-    disk = Disk(ScratchFile(folder))
+    disk = Disk(folder)
     spans: dict[Way, FileSpan] = {}
 
     def begun(way: Way, span: FileSpan) -> Request:
@@ -240,7 +239,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         return request
 
     for way in Way:
-        place = disk.file.take(_FILE_BYTES)
+        place = disk.take(_FILE_BYTES)
         # random: some drives and file systems compress
         memory = torch.frombuffer(mmap.mmap(-1, place.size_bytes), dtype=torch.uint8)
         words = memory.view(torch.int64)

@@ -3,7 +3,7 @@
 Reads are issued in the order of their uses, a few uses ahead. A use waits for its read, a write for
 the use, and reads of the next step for the write (see `insert_tokens`). A read waits until a buffer
 is free, so the number of buffers limits the reads in flight. Buffers are leased in the order of the
-ops (`megacompile.runtime.updates.leases`), and the holder of one never waits for a later lease.
+ops (`megacompile.runtime.updates.staging`), and the holder of one never waits for a later lease.
 """
 
 from __future__ import annotations

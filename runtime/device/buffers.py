@@ -33,8 +33,7 @@ from megacompile.errors import DiskError
 from megacompile.host_memory import PAGE_LOCKS
 from megacompile.ir.buckets import Param
 from megacompile.runtime.device.background import at_fork
-from megacompile.runtime.disk.scratch import Place, ScratchFile
-from megacompile.runtime.disk.transfers import FileSpan
+from megacompile.runtime.disk import Disk, FileSpan, Place
 
 
 class HostBuffer(mmap.mmap):
@@ -152,33 +151,31 @@ Memory = Callable[[], torch.Tensor]  # returns (len(buffer),) uint8; see `FileSp
 
 
 class DiskBuffer(HostBuffer):
-    """A mapped range of a scratch file, initially zero. It is freed with the last tensor on it. Its
+    """A mapped range of a disk's file, initially zero. It is freed with the last tensor on it. Its
     size is rounded up to the disk's I/O size.
 
     Readers outside of a step use the mapping, by page faults. A step reads and writes the same
     bytes by direct I/O, into and out of page-locked memory; see [Note: coherence] in
-    `runtime/disk/scratch.py`. A child of a fork has only the mapping: see [Note: forks]. What it
-    creates is in private memory: the parent would allocate the same range.
+    `runtime/disk.py`. A child of a fork has only the mapping: see [Note: forks].
 
     Raises:
-        DiskError: the disk is full, `disk_memory=` is used up, or files cannot be mapped.
+        DiskError: the disk is full, `disk_memory=` is used up, files cannot be mapped, or this is a
+            child of a fork.
     """
 
-    file: ScratchFile
-    _place: Place | None = None  # until a range is allocated, if none is free, in a child
+    disk: Disk
+    _place: Place | None = None
 
-    def __new__(cls, size_bytes: int, file: ScratchFile) -> DiskBuffer:
-        size = file.round_up(size_bytes)
+    def __new__(cls, size_bytes: int, disk: Disk) -> DiskBuffer:
+        size = disk.round_up(size_bytes)
         made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        made.file, made._process = file, os.getpid()
-        if made._process != file.process:
-            return made
-        made._place = file.take(size)
-        made._at = file.fd, made._place.at
+        made.disk, made._process = disk, os.getpid()
+        made._place = disk.take(size)
+        made._at = disk.fd, made._place.at
         if number := made._map(mmap.MAP_SHARED, *made._at):
             raise DiskError(
                 number,
-                f"disk={str(file.folder)!r}: mmap of {size} bytes failed with errno {number} "
+                f"disk={str(disk.folder)!r}: mmap of {size} bytes failed with errno {number} "
                 f"({os.strerror(number)}); needed a file system whose files can be mapped, and "
                 "enough maps (sysctl vm.max_map_count)",
             )
@@ -187,18 +184,13 @@ class DiskBuffer(HostBuffer):
         at_fork(made)
         return made
 
-    @property
-    def ours(self) -> bool:
-        """True if this process allocated the range; False in a child of a fork."""
-        return self.file.process == os.getpid()
-
     def span(self, memory: Memory) -> FileSpan:
         """The whole buffer, paired with memory to copy to or from."""
         return self.part(0, len(self), memory)
 
     def part(self, begin: int, end: int, memory: Memory) -> FileSpan:
         """The bytes from `begin` to `end`, paired with memory for the whole buffer."""
-        assert self._place is not None and self.ours and 0 <= begin < end <= len(self)
+        assert self._place is not None and 0 <= begin < end <= len(self)
         place = Place(self._place.at + begin, end - begin)
         return FileSpan(place, lambda: memory()[begin:end])
 
@@ -206,8 +198,8 @@ class DiskBuffer(HostBuffer):
         """Do nothing: file pages are not locked for a device."""
 
     def __del__(self) -> None:
-        if self._place is not None and self.ours:
-            self.file.give_back(self._place)
+        if self._place is not None:
+            self.disk.give_back(self._place)
 
 
 class DeviceBuffer:

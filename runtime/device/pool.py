@@ -1,7 +1,7 @@
 """Allocates host memory within a limit, and lends it from pools.
 
     BufferPool       offloaded saved tensors: as many buffers as exist at once
-    BucketBuffers    buckets on a disk (`runtime/updates/leases.py`): a fixed number, in turn
+    BucketBuffers    buckets on a disk (`runtime/updates/staging.py`): a fixed number, in turn
 
 [Note: host memory is reused] A finished use returns its buffer to the pool, which lends it to the
 next use of similar size, so a step like the previous one locks no new memory. A `BufferPool` never
@@ -48,8 +48,7 @@ from megacompile.runtime.device.background import (
     is_over,
 )
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
-from megacompile.runtime.disk.scratch import Place
-from megacompile.runtime.disk.transfers import Request
+from megacompile.runtime.disk import Place, Request
 from megacompile.text import format_bytes
 
 

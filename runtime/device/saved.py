@@ -13,10 +13,8 @@ last reference to them.
 
 from __future__ import annotations
 
-import errno
 import functools
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +24,7 @@ from megacompile.errors import DiskError
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.background import OVER, Completion
 from megacompile.runtime.device.pool import BufferPool, Lease, Reused
-from megacompile.runtime.disk.scratch import Place
-from megacompile.runtime.disk.transfers import Disk, FileSpan, Way
+from megacompile.runtime.disk import Disk, FileSpan, Place, Way
 
 
 class OnHost:
@@ -147,32 +144,27 @@ class SavedDisk(Reused[Place]):
         super().__init__()
         self.disk, self.pool = disk, pool
 
-    @property
-    def ours(self) -> bool:
-        """True if this process owns the file. A child of a fork keeps its tensors on the host."""
-        return self.disk.file.process == os.getpid()
-
     def _make(self, size_bytes: int) -> Place:
         try:
-            return self.disk.file.take(size_bytes)
+            return self.disk.take(size_bytes)
         except DiskError:
             self.forget()  # free ranges of other sizes
-            return self.disk.file.take(size_bytes)
+            return self.disk.take(size_bytes)
 
     def _drop(self, piece: Place) -> None:
-        self.disk.file.give_back(piece)
+        self.disk.give_back(piece)
 
 
 class OnDisk:
     """A tensor's copy on the disk. The write starts at creation; its buffer is free afterwards.
 
     Args:
-        store: the ranges; this process owns their file.
+        store: the ranges.
         source: the host copy to write once it is complete.
         what: for errors: "3WRITE_SAVED of 'layers.3'".
 
     Raises:
-        DiskError: the disk is full.
+        DiskError: the disk is full, or this is a child of a fork.
     """
 
     place: Place | None = None
@@ -181,7 +173,7 @@ class OnDisk:
         self.store, self.what, self.meta = store, what, source.meta
         lease = source.lease
         try:
-            self.place = store.lend(store.disk.file.round_up(lease.size_bytes))
+            self.place = store.lend(store.disk.round_up(lease.size_bytes))
         except DiskError as error:
             raise DiskError(error.errno, f"{what}: {error}") from error
         before = functools.partial(self._filled, lease)  # it holds the range until it is written
@@ -195,7 +187,7 @@ class OnDisk:
     def _spans(self, lease: Lease) -> list[FileSpan]:
         """The whole pages of a buffer, which bypass the page cache, and the remaining bytes."""
         assert self.place is not None
-        size, unit, at = lease.size_bytes, self.store.disk.file.alignment, self.place.at
+        size, unit, at = lease.size_bytes, self.store.disk.alignment, self.place.at
         whole = size // unit * unit
         return [
             FileSpan(Place(at + begin, end - begin), functools.partial(_part, lease, begin, end))
@@ -210,17 +202,11 @@ class OnDisk:
             what: for errors: "3READ_SAVED of 'layers.3'".
 
         Raises:
-            DiskError: this is a child of a fork, and the tensor belongs to its parent.
+            DiskError: this is a child of a fork.
         """
-        store = self.store
-        if not store.ours:
-            raise DiskError(
-                errno.EOWNERDEAD,
-                f"{what}: saved tensors on the disk belong to the process that ran the forward, "
-                "and this is a child of it; run the forward in the child too",
-            )
-        lease = store.pool.lease(stored_bytes(self.meta), after=[self.written])
-        store.pool.read(lease, store.disk.request(Way.READ, self._spans(lease), what))
+        pool = self.store.pool
+        lease = pool.lease(stored_bytes(self.meta), after=[self.written])
+        pool.read(lease, self.store.disk.request(Way.READ, self._spans(lease), what))
         return OnHost(self.meta, lease, once=True)
 
     def __del__(self) -> None:

@@ -21,8 +21,7 @@ from megacompile.runtime.device.pool import HostBudget
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs
 from megacompile.runtime.device.streams import DeviceSlots, Streams
-from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import Disk
+from megacompile.runtime.disk import Disk
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.parameter_gradients import Gradients
@@ -37,7 +36,7 @@ def machine_of(options: Options, place: Place) -> Machine:
     node, ranks = numa.node_of(options.device), ranks_that_share(options)
     streams, disk = Streams(options.device), None
     if options.disk is not None:
-        disk = Disk(ScratchFile(options.disk, limit_bytes=options.disk_memory))
+        disk = Disk(options.disk, limit_bytes=options.disk_memory)
     seed: Callable[[], int] = torch.initial_seed
     processes = 1  # on the node
     if ranks is not None:
@@ -145,9 +144,9 @@ def weights_on_disk(
     params = {b.key: [named[place.name] for place in b.params] for b in streamed}
     trained = {key for key, each in params.items() if any(p.requires_grad for p in each)}
     order = first_to_disk(streamed, trained)
-    disk_bytes = [disk.file.round_up(bucket.size_bytes) for bucket in order]
+    disk_bytes = [disk.round_up(bucket.size_bytes) for bucket in order]
     if options.disk_weights:
-        disk.file.check(sum(disk_bytes))
+        disk.check(sum(disk_bytes))
         return frozenset(unit.bucket.key for unit in units)  # residents may leave the device
     new = [sum(p.nbytes for p in params[b.key] if p.device.type != "cpu") for b in order]
     # one bucket at a time is in flight to the disk
@@ -158,5 +157,5 @@ def weights_on_disk(
     while count < len(order) and (left_bytes > limit_bytes or sum(new[count:]) > new_bytes):
         left_bytes -= order[count].size_bytes
         count += 1
-    disk.file.check(sum(disk_bytes[:count]))
+    disk.check(sum(disk_bytes[:count]))
     return frozenset(bucket.key for bucket in order[:count])

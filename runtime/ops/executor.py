@@ -30,7 +30,6 @@ from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.replay import captured
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.compute import ComputeOps
-from megacompile.runtime.ops.disk import DiskOps
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.ops.streaming import StreamingOps
 from megacompile.runtime.ops.updates import UpdateOps
@@ -41,7 +40,7 @@ from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
 
 
-class BoundOps(StreamingOps, ComputeOps, UpdateOps, DiskOps):
+class BoundOps(StreamingOps, ComputeOps, UpdateOps):
     """The ops of one graph of a schedule, bound to a machine."""
 
 

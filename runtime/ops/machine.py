@@ -23,7 +23,7 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs, Replay
 from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.streams import DeviceSlots, Handle, Streams
-from megacompile.runtime.disk.transfers import Disk, Request
+from megacompile.runtime.disk import Disk, Request
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients

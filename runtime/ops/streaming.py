@@ -1,27 +1,31 @@
-"""Implements the ops that stream buckets: weights to the device, gradients to the host, and both
-between ranks."""
+"""Implements the ops that copy: weights to the device, gradients to the host, both between ranks,
+states and parameters between a disk and host memory, and saved tensors to the host or a disk."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.ops import Part
+from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion
-from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.device.saved import OnDisk, OnHost, empty
+from megacompile.runtime.device.streams import Handle, wait_for_host
+from megacompile.runtime.disk import Request
 from megacompile.runtime.ops.machine import Group, OpGroup, handles, nothing
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.leases import BucketLease
 from megacompile.runtime.updates.parameter import flat
+from megacompile.runtime.updates.staging import BucketLease, Staging
 
 
 class StreamingOps(OpGroup):
-    """The ops on a bucket's weights and gradients."""
+    """The ops on a bucket's weights and gradients, and on data on a disk."""
 
     def begin(self) -> Handle:
         return self._issue(Stream.COMPUTE, (), nothing)
@@ -29,7 +33,7 @@ class StreamingOps(OpGroup):
     def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         slots, host = self.machine.slots, self.machine.buckets[bucket.key]
         if host.on_disk is not None:
-            return self._from_disk(host, bucket, slot, after)
+            return self._from_disk(bucket, slot, after)
 
         def copy(fresh: Group) -> Any:
             if fresh:
@@ -72,19 +76,16 @@ class StreamingOps(OpGroup):
             self.machine.alive.append((fresh, copied))
         return copied
 
-    def _from_disk(
-        self, host: HostBucket, bucket: Bucket, slot: Slot, after: tuple[Any, ...]
-    ) -> Handle:
+    def _from_disk(self, bucket: Bucket, slot: Slot, after: tuple[Any, ...]) -> Handle:
         """Copy from the buffer that its `read_weights` has filled; the buffer is free after the
         copy."""
         machine, queue = self.machine, self.machine.streams.copies(Stream.H2D)
-        taken = next((h.value for h in handles(after) if isinstance(h.value, BucketLease)), None)
+        taken = next(h.value for h in handles(after) if isinstance(h.value, BucketLease))
 
         def copy() -> Any:
-            size, flat = bucket.size_bytes, host.flat if taken is None else taken.place()
-            machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
-            if taken is not None:
-                taken.release(None if queue is None else Completion(queue.record_event()))
+            place = taken.place()[: bucket.size_bytes]
+            machine.slots.flat(slot, bucket).copy_(place, non_blocking=True)
+            taken.release(None if queue is None else Completion(queue.record_event()))
             return machine.slots.weights(slot, bucket)
 
         return self._issue(Stream.H2D, (after,), copy)
@@ -235,3 +236,129 @@ class StreamingOps(OpGroup):
             return key, group
 
         return self._issue(Stream.COMM, (gradients,), average)
+
+    # Data on a disk, and saved tensors on the host.
+
+    @property
+    def _staging(self) -> Staging:
+        assert self.machine.staging is not None, "a schedule with a disk, on a machine without"
+        return self.machine.staging
+
+    def read_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        if self.in_step and bucket.key not in self.parts:
+            return Handle(None, Stream.READ)
+        host = self.machine.buckets[bucket.key]
+        wait_for_host(handles(after))  # of the previous step: usually finished
+        what = f"{bucket.label}READ_STATE of {host.layout.name!r}"
+        lease = self._staging.read_states(host, what)
+        if lease is not None:
+            self._note(lease.read)
+        return Handle(lease, Stream.READ, host=lease)
+
+    def write_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        staging, host = self._staging, self.machine.buckets[bucket.key]
+        staged = staging.states.of(host)
+        if staged is None:
+            return Handle(None, Stream.WRITE)
+        if staged.write is None:  # else it is the host's update, and in flight with it
+            what = f"{bucket.label}WRITE_STATE of {host.layout.name!r}"
+            before = _after(handle.event for handle in handles(after))
+            written = staging.write(staged, None, what, host.pending.in_flight, before)
+            updates = self.machine.in_backward
+            params = [] if updates is None else list(updates.running[bucket.key])
+            visible = [] if updates is None else updates.visible(host)
+            host.pending.go_on(written, params, visible)
+        return self._write(host, staged)
+
+    def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        return self._read(host, None, after, f"{bucket.label}READ_WEIGHTS")
+
+    def read_trained(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        part = self.parts.get(bucket.key)
+        if part is None:
+            return Handle(None, Stream.READ)
+        return self._read(part.bucket, part.indices, after, f"{bucket.label}READ_TRAINED")
+
+    def _read(
+        self, host: HostBucket, params: Sequence[int] | None, after: tuple[Any, ...], what: str
+    ) -> Handle:
+        what = f"{what} of {host.layout.name!r}"
+        lease = self._staging.read(host, params, handles(after), what)
+        self._note(lease.read)
+        return Handle(lease, Stream.READ, host=lease)
+
+    def write_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        staging, host = self._staging, self.machine.buckets[bucket.key]
+        lease = staging.updates.of(host)
+        if lease is None:
+            return Handle(None, Stream.WRITE)
+        if lease.write is None:  # else it is the host's update, and in flight with it
+            updates = self.machine.in_backward
+            assert updates is not None, "new parameters, and no update"
+            first = host.pending.in_flight
+            end = None if first is None else first.last_write(Part.WEIGHTS)
+            there = None if end is None else end.event  # before states
+            ends = [handle.event for handle in handles(after)] if there is None else [there]
+            params = list(updates.running[bucket.key])
+            what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
+            written = staging.write(lease, params, what, first, _after(ends))
+            host.pending.go_on(written, params, ())
+        return self._write(host, lease)
+
+    def _write(self, host: HostBucket, lease: BucketLease) -> Handle:
+        request = lease.write
+        assert request is not None
+        self._note(request)
+        request.begin()
+        return Handle(None, Stream.WRITE, host=host.pending)
+
+    def offload_saved(self, stage: Stage, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
+        del stage
+        pool, queue = self.machine.activations, self.machine.streams.copies(Stream.D2H)
+        return self._issue(Stream.D2H, (value, *after), lambda: OnHost.of(pool, value.value, queue))
+
+    def write_saved(self, stage: Stage, on_host: Handle) -> Handle:
+        store = self.machine.saved_disk
+        assert store is not None, "a schedule with a disk, on a machine without"
+
+        def begin() -> tuple[OnDisk, Completion]:
+            saved = OnDisk(store, on_host.value, f"{stage.index}WRITE_SAVED of {stage.name!r}")
+            self._note(saved.written)
+            return saved, saved.written
+
+        return self.machine.streams.hand(Stream.WRITE, (on_host,), begin)
+
+    def read_saved(self, stage: Stage, on_disk: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
+        saved = on_disk.value
+
+        def begin() -> tuple[OnHost, Completion]:
+            back = saved.read(f"{stage.index}READ_SAVED of {stage.name!r}")
+            end = back.lease.ready
+            if isinstance(end, Request):
+                self._note(end)
+            return back, end
+
+        return self.machine.streams.hand(Stream.READ, tuple(handles(after)), begin)
+
+    def alloc_saved(self, stage: Stage, on_host: Handle) -> Handle:
+        del stage
+        return self._issue(Stream.COMPUTE, (), lambda: empty(on_host.value.meta))
+
+    def fetch_saved(self, stage: Stage, on_host: Handle, buffer: Handle) -> Handle:
+        del stage
+        queue = self.machine.streams.copies(Stream.H2D)
+        return self._issue(
+            Stream.H2D, (buffer, on_host), lambda: on_host.value.copy_to(buffer.value, queue)
+        )
+
+
+def _after(events: Iterable[torch.cuda.Event | None]) -> Callable[[], None]:
+    """A function for a thread, which waits for these events."""
+    waits = [event for event in events if event is not None]
+
+    def wait() -> None:
+        for event in waits:
+            event.synchronize()
+
+    return wait

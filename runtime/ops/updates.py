@@ -50,7 +50,7 @@ class UpdateOps(OpGroup):
                 work = staging.write(weights, part.indices, what, work, made.wait)
             if states is not None:
                 what = f"{bucket.label}WRITE_STATE of {name!r}"
-                work = staging.write_states(states, what, work, made.wait)
+                work = staging.write(states, None, what, work, made.wait)
             return work
 
         staged = [each for each in (states, weights) if each is not None]

@@ -1,10 +1,10 @@
 """The interface of an optimizer rule (`OptimizerRule`). Read this file before adding an optimizer.
 
 A rule has the arithmetic of an update twice: in plain torch (the twin, compiled to C++ for the
-host) and in Triton (the kernel, for the device), tested against each other. Both are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). All rules
-share the code around them: dtypes, 8-bit states, rounding, masters and their copies (`twin.py`,
-`kernels.py`), and the time and place of an update (`runtime/updates`). The rest of the
-code only uses this interface and never checks which rule it has.
+host) and in Triton (the kernel, for the device), tested against each other. Both are pure and
+elementwise, on values in fp32 (fp64 for fp64 parameters). All rules share the code around them:
+dtypes, 8-bit states, rounding, masters and their copies (`twin.py`, `kernels.py`), and the time and
+place of an update (`runtime/updates`). The rest of the code never checks which rule it has.
 
 An optimizer whose update is not elementwise has an `OwnStep` instead, which runs torch's own code.
 """

@@ -17,7 +17,7 @@ from megacompile.ir.buckets import Bucket, Param, mirrored
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import DeviceBuffer, DiskBuffer, HostBuffer
 from megacompile.runtime.device.pool import HostBudget
-from megacompile.runtime.disk.transfers import Disk, Way
+from megacompile.runtime.disk import Disk, Way
 from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import Pending, StreamedCopy
 from megacompile.runtime.params.state_memory import NewStates, StateMemory
@@ -71,7 +71,7 @@ class HostBucket:
         self.grad_dtype = grad_dtype
         self.on_disk: DiskBuffer | None = None  # the parameters' buffer, if on the disk
         if weights_on_disk and self.disk is not None:
-            self.on_disk = DiskBuffer(layout.size_bytes, self.disk.file)
+            self.on_disk = DiskBuffer(layout.size_bytes, self.disk)
         self._buffer = self.on_disk or self.new_buffer(layout.size_bytes, pin=pin)  # streamed
         # (size_bytes,) uint8: of this rank's part
         self.flat = self._buffer.bytes(layout.size_bytes)
@@ -111,7 +111,7 @@ class HostBucket:
 
     def _take(self) -> None:
         """Copy the parameters into the bucket's memory and point them to it."""
-        there = self.on_disk if self.on_disk is not None and self.on_disk.ours else None
+        there = self.on_disk
         if there is not None:
             self._write(there)
         for param, value in zip(self.params, self.values, strict=True):
@@ -174,7 +174,7 @@ class HostBucket:
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Allocate memory for states, wherever the bucket keeps them."""
         if self.disk is not None:
-            return DiskBuffer(size_bytes, self.disk.file)
+            return DiskBuffer(size_bytes, self.disk)
         return self.new_buffer(size_bytes, pin=pin)
 
     def note_changes(self, updated: Iterable[int]) -> None:

@@ -38,12 +38,11 @@ from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.rules import RULES
-from megacompile.runtime.optim.twin import apply, arguments, function_of
+from megacompile.runtime.optim.twin import arguments, function_of
 
 _TYPICAL = 2**22  # elements: by the first size Inductor decides whether to use several threads
-_SAMPLE = 2**16 + 37  # elements for comparing code with its twin
 _REFUSED = 3  # exit status: the process started, but compilation failed
-_NOTE = 3  # version of the note's format
+_NOTE = 4  # version of the note's format
 
 Code = Callable[..., None]
 Kind = tuple[str, ...]
@@ -122,15 +121,13 @@ class Compiled:
     ) -> None:
         """Load the code from the caches, or compile it, if the second process has not done so."""
         before, start = compat.cache_counts(), time.perf_counter()
-        noted: dict[str, Any] = {}
         options = options_now()
         settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if request is not None:
             options, settings = request.options, compat.compile_settings_in_use(request.settings)
             if os.path.exists(request.note):
-                noted = json.loads(Path(request.note).read_text())
                 # Inductor probes these before it loads code, which takes 45 s on some machines
-                compat.use_vector_isas(noted["vector ISAs"])
+                compat.use_vector_isas(json.loads(Path(request.note).read_text()))
         try:
             with settings:
                 self._codes[kind] = compile_update(self.rule, update, options)
@@ -140,13 +137,6 @@ class Compiled:
         (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
         UPDATES.add(found=found, made=made, time_s=time_s, beside=found if by_process else 0)
         log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
-        if not noted.get("agrees", True):
-            notices.warn(
-                f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
-                "differently from the eager one, which runs until it is ready: the first steps of "
-                "a run without a warm cache differ in the last bits",
-                notices.Whose.RANK,
-            )
 
     def _refuse(self, kind: Kind, why: str) -> None:
         self._codes[kind] = None
@@ -192,15 +182,12 @@ def kind_of(update: Update) -> Kind:
     return tuple([str(compat.tree_map(lambda v: getattr(v, "dtype", v), part)) for part in parts])
 
 
-def _like(
-    update: Update,
-    numel: int,
-    make: Callable[[int, torch.dtype], torch.Tensor] = lambda n, dtype: torch.zeros(n, dtype=dtype),
-) -> Update:
-    """The same kind of update for another size, with zeros or the tensors that `make` returns."""
+def _like(update: Update, numel: int) -> Update:
+    """The same kind of update for another size, with zeros."""
 
     def new(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return make(absmax_numel(numel) if name == "absmax" else numel, tensor.dtype)
+        size = absmax_numel(numel) if name == "absmax" else numel
+        return torch.zeros(size, dtype=tensor.dtype)
 
     return update.map(new)
 
@@ -223,24 +210,6 @@ def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any])
     with torch.no_grad():
         typical = arguments(_like(update, _TYPICAL))
         return compat.compiled_function(function_of(rule), typical, {}, options)
-
-
-def agrees(rule: OptimizerRule, update: Update, code: Code) -> bool:
-    """True if the code's results are bitwise equal to the eager twin's."""
-    generator = torch.Generator().manual_seed(0)
-
-    def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if not dtype.is_floating_point:
-            return torch.randint(256, (numel,), generator=generator).to(dtype)
-        return (torch.rand(numel, generator=generator) * 1e-3).to(dtype)
-
-    compiled = _like(update, _SAMPLE, values)
-    eager = compiled.map(lambda _, tensor: tensor.clone())
-    with torch.no_grad():
-        code(*arguments(compiled))
-        apply(rule, eager)
-    pairs = zip(compiled.tensors(), eager.tensors(), strict=True)
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs)
 
 
 # The second process.
@@ -273,16 +242,11 @@ class CompileRequest:
         """Compile the code and write the note; called in the second process."""
         compat.use_compile_settings(self.settings)
         (rule,) = (rule for rule in RULES if rule.name == self.rule)
-        code = compile_update(rule, self.update, self.options)
+        compile_update(rule, self.update, self.options)
         note = Path(self.note)
         note.parent.mkdir(parents=True, exist_ok=True)
         draft = note.with_suffix(f".{os.getpid()}")
-        noted = {
-            "rule": self.rule,
-            "agrees": agrees(rule, self.update, code),
-            "vector ISAs": compat.vector_isas(),
-        }
-        draft.write_text(json.dumps(noted))
+        draft.write_text(json.dumps(compat.vector_isas()))
         draft.replace(note)
 
 

@@ -30,8 +30,8 @@ from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.leases import BucketLease
 from megacompile.runtime.updates.parameter import Timed, fulfil_update, untimed
+from megacompile.runtime.updates.staging import BucketLease
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
 from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST

@@ -27,7 +27,7 @@ import torch
 
 from megacompile import DiskError, megacompile
 from megacompile.runtime.device.buffers import DiskBuffer
-from megacompile.runtime.disk.transfers import Way
+from megacompile.runtime.disk import Way
 from tests import inside
 from tests.processes import in_child
 
@@ -55,10 +55,10 @@ class Memory:
     """A disk's reads and writes, of memory that is there."""
 
     def __init__(self, disk: Any) -> None:
-        self.file, self.disk = disk.file, disk
+        self.disk = disk
 
     def buffer(self, size: int) -> DiskBuffer:
-        return DiskBuffer(size, self.file)
+        return DiskBuffer(size, self.disk)
 
     def read(self, buffers: Sequence[Any], there: torch.Tensor, what: str, **more: Any) -> Any:
         here = functools.partial(there.view, -1)
@@ -80,8 +80,8 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Memory:
     """With direct I/O where the folder has it, and without."""
     disk = disk_of(tmp_path)
     if request.param == "cached":
-        disk.file.direct_fd = None
-    elif disk.file.direct_fd is None:
+        disk.direct_fd = None
+    elif disk.direct_fd is None:
         pytest.skip("no direct I/O on this disk")
     return Memory(disk)
 
@@ -99,7 +99,7 @@ def done(request: Any) -> None:
 
 
 def test_the_file_has_no_name_and_its_places_are_allocated(tmp_path: Path) -> None:
-    file = disk_of(tmp_path).file
+    file = disk_of(tmp_path)
     assert os.listdir(tmp_path) == [] and os.fstat(file.fd).st_nlink == 0
     place = file.take(SIZE - 1)
     assert place.size_bytes == SIZE and place.at % PAGE == 0
@@ -113,16 +113,16 @@ def test_places_are_reused_and_read_as_zeros(disk: Memory) -> None:
     buffers = [disk.buffer(SIZE) for _ in range(3)]
     for buffer in buffers:
         done(disk.write(buffer, memory(value=7)))
-    size = os.fstat(disk.file.fd).st_size
+    size = os.fstat(disk.disk.fd).st_size
     del buffers, buffer
     gc.collect(1)
     again = [disk.buffer(SIZE) for _ in range(3)]
-    assert os.fstat(disk.file.fd).st_size == size and disk.file.used_bytes == 3 * SIZE
+    assert os.fstat(disk.disk.fd).st_size == size and disk.disk.used_bytes == 3 * SIZE
     assert not any(disk.contents(each).any() or each.bytes(SIZE).any() for each in again)
 
 
 def test_places_are_taken_once_by_threads(tmp_path: Path) -> None:
-    file = disk_of(tmp_path).file
+    file = disk_of(tmp_path)
     holes = [file.take(PAGE) for _ in range(40)]
     for hole in holes[::2]:
         file.give_back(hole)
@@ -139,7 +139,7 @@ def test_places_are_taken_once_by_threads(tmp_path: Path) -> None:
 
 def test_a_limit_and_a_full_disk(tmp_path: Path) -> None:
     """Are found when a place is taken, which is not lost."""
-    file = disk_of(tmp_path, disk_memory=2 * SIZE).file
+    file = disk_of(tmp_path, disk_memory=2 * SIZE)
     first = file.take(SIZE)
     with pytest.raises(DiskError, match="disk_memory="):
         file.take(SIZE + 1)
@@ -151,13 +151,13 @@ def test_a_limit_and_a_full_disk(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * PAGE, before[1]))
     try:
         with pytest.raises(DiskError) as e:
-            DiskBuffer(SIZE, disk.file)
+            DiskBuffer(SIZE, disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert e.value.errno == errno.EFBIG and disk.file.used_bytes == 0
-    end = disk.file._end
-    disk.file.take(SIZE)
-    assert disk.file._end == end
+    assert e.value.errno == errno.EFBIG and disk.used_bytes == 0
+    end = disk._end
+    disk.take(SIZE)
+    assert disk._end == end
 
 
 @pytest.mark.filterwarnings("default")
@@ -183,10 +183,10 @@ def test_no_direct_io_is_said_once(
     if fault == "not coherent":
         monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.warns(UserWarning, match="disk="):
-        assert disk_of(tmp_path).file.direct_fd is None
+        assert disk_of(tmp_path).direct_fd is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert disk_of(tmp_path).file.direct_fd is None
+        assert disk_of(tmp_path).direct_fd is None
 
 
 # --- reads and writes
@@ -200,10 +200,10 @@ def test_short_calls_go_on(
 
     def call(fd: int, buffers: Sequence[memoryview], at: int) -> int:
         (view,) = buffers
-        if fd == disk.file.direct_fd:
+        if fd == disk.disk.direct_fd:
             assert at % PAGE == 0 and len(view) % PAGE == 0
             # the system itself is short in pages here; less is what it may do as well
-            moved = real(disk.file.fd, [view[: min(short, len(view))]], at)
+            moved = real(disk.disk.fd, [view[: min(short, len(view))]], at)
             return int(moved)
         return int(real(fd, [view[: min(short * 7, len(view))]], at))
 
@@ -279,13 +279,13 @@ def test_a_child_does_not_write_into_the_file_and_gives_nothing_back(disk: Memor
 
     def child() -> bool:
         seen = holder[0].bytes(SIZE)
-        found = torch.equal(seen, ones) and not holder[0].ours
+        found = torch.equal(seen, ones) and not holder[0].disk.ours
         seen[:PAGE] = 3
         there = holder[0].bytes(SIZE).clone()
         del seen
         holder.clear()
         gc.collect(1)
-        taken = disk.file.used_bytes == SIZE and not disk.file._given_back
+        taken = disk.disk.used_bytes == SIZE and not disk.disk._given_back
         return bool(found and taken and (there[:PAGE] == 3).all() and (there[PAGE:] == 1).all())
 
     assert in_child(child)

@@ -1,1 +1,0 @@
-"""A scratch file on a disk, and its reads and writes in background threads."""
