@@ -353,9 +353,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=... or "
             "mesh=...; without them every backward accumulates, and no mark is needed"
         )
-    steps = machine.micro_steps
-    before, steps.marked = steps.marked, True
+    before, machine.accumulating = machine.accumulating, True
     try:
         yield
     finally:
-        steps.marked = before
+        machine.accumulating = before

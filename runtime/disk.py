@@ -77,10 +77,8 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A range of bytes in the file.
-
-    `take` returns aligned places. Unaligned parts of them go through the page cache.
-    """
+    """A range of bytes in the file. `take` returns aligned places. Unaligned parts of them go
+    through the page cache."""
 
     at: int
     size_bytes: int
@@ -158,12 +156,8 @@ class Disk:
         }
 
     def _direct(self) -> int:
-        """Open the file for direct I/O; see [Note: direct I/O].
-
-        Raises:
-            OSError: the file system does not support it, or its reads and writes are not coherent
-                with mappings of the file.
-        """
+        """Open the file for direct I/O; see [Note: direct I/O]. Raises OSError: the file system
+        does not support it, or its reads and writes are not coherent with mappings of the file."""
         direct = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT)
         weakref.finalize(self, os.close, direct)
         place = self.take(self.alignment)
@@ -193,11 +187,8 @@ class Disk:
         return max(-(-size_bytes // self.alignment), 1) * self.alignment
 
     def take(self, size_bytes: int) -> Place:
-        """Allocate a place of at least this many bytes, filled with zeros.
-
-        Raises:
-            DiskError: the disk is full, or the limit is reached.
-        """
+        """Allocate a place of at least this many bytes, filled with zeros. Raises DiskError: the
+        disk is full, or the limit is reached."""
         self._check_ours("allocation on the disk")
         size = self.round_up(size_bytes)
         self._check_limit(size)
@@ -211,11 +202,8 @@ class Disk:
         return place
 
     def check(self, size_bytes: int) -> None:
-        """Check that this many bytes could be allocated, without allocating them.
-
-        Raises:
-            DiskError: as `take`.
-        """
+        """Check that this many bytes could be allocated, without allocating them. Raises DiskError:
+        as `take`."""
         self._check_limit(size_bytes)
         if size_bytes > shutil.disk_usage(self.folder).free:
             raise self._full(errno.ENOSPC, size_bytes)
@@ -264,11 +252,8 @@ class Disk:
     def request(
         self, way: Way, spans: Sequence[FileSpan], what: str, before: Callable[[], None] = nothing
     ) -> Request:
-        """Create a read or write; the caller starts it with `begin`. See `Request`.
-
-        Raises:
-            DiskError: this is a child of a fork.
-        """
+        """Create a read or write; the caller starts it with `begin`. See `Request`. Raises
+        DiskError: this is a child of a fork."""
         self._check_ours(what)
         return Request(self, way, spans, what, before)
 
@@ -389,11 +374,7 @@ class Request(Completion):
         )
 
     def wait(self) -> None:
-        """Wait for completion.
-
-        Raises:
-            DiskError: the read or write failed.
-        """
+        """Wait for completion. Raises DiskError: the read or write failed."""
         self.finish()
         self._over.result()
 

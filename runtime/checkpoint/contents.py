@@ -76,12 +76,9 @@ class Stored:
 
 
 def match(model: nn.Module, checkpoint: Checkpoint) -> list[Stored]:
-    """Match the tensors of a model with those of a checkpoint, in the model's order.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint, or it does not fit the model.
-        MissingExtraError: `safetensors` is not installed.
-    """
+    """Match the tensors of a model with those of a checkpoint, in the model's order. Raises
+    CheckpointError: there is no complete checkpoint, or it does not fit the model;
+    MissingExtraError: `safetensors` is not installed."""
     entries = entries_of(Path(checkpoint.path))
     tensors = _named(model)
     rename = checkpoint.names or _unwrapped(tensors, entries)
@@ -226,12 +223,8 @@ class Contents:
 
     def share(self, sharded: Mapping[int, nn.Parameter], ranks: Ranks) -> None:
         """Shard the model: each rank reads only its rows of the new parameters, by the ids of the
-        old ones.
-
-        Raises:
-            CheckpointError: parameters need random initialisation, which would differ between
-                ranks.
-        """
+        old ones. Raises CheckpointError: parameters need random initialisation, which would differ
+        between ranks."""
         drawn = [name for key, name in self.unset.items() if key in sharded]
         if drawn:
             raise CheckpointError(
@@ -266,11 +259,8 @@ class Contents:
 
     def fill(self, buckets: Sequence[Any], progress: bool | None) -> None:
         """Move the model into the uninitialised memory of these `HostBucket`s, and set all values.
-
-        Raises:
-            CheckpointError: a file cannot be read. The model is unchanged.
-            ModelError: a tensor was not initialised. The model is unchanged.
-        """
+        Raises CheckpointError: a file cannot be read. The model is unchanged; ModelError: a tensor
+        was not initialised. The model is unchanged."""
         with contextlib.ExitStack() as undos:
             params = {id(param): param for bucket in buckets for param in bucket.params}
             places_of = (zip(each.params, each.values, strict=True) for each in buckets)

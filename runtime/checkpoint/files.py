@@ -112,11 +112,7 @@ def entries_of(path: Path) -> dict[str, Entry]:
 
 
 def library() -> Any:
-    """The module `safetensors`.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """The module `safetensors`. Raises MissingExtraError: it is not installed."""
     try:
         import safetensors
     except ImportError as error:
@@ -168,12 +164,8 @@ def _of_files(paths: Iterable[Path]) -> dict[str, Entry]:
 
 
 def _of_file(path: Path) -> list[Entry]:
-    """The tensors of one file.
-
-    Raises:
-        CheckpointError: not a complete safetensors file.
-        OSError: the file cannot be read.
-    """
+    """The tensors of one file. Raises CheckpointError: not a complete safetensors file; OSError:
+    the file cannot be read."""
     with path.open("rb") as file:
         start = file.read(8)
         try:

@@ -29,11 +29,7 @@ _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 
 def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
     """Check that these parameters and buffers (id -> name) can be initialised, before anything is
-    allocated.
-
-    Raises:
-        ModelError: lists the tensors.
-    """
+    allocated. Raises ModelError: lists the tensors."""
     covered: set[int] = set()
     for module in model.modules():
         if hugging_face.is_pretrained(module) or _root(module) or _resets(module):
@@ -45,10 +41,7 @@ def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
 
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
     """Initialise parameters and buffers, by name, none of which is on meta. Others may change, too.
-
-    Raises:
-        ModelError: a tensor was not written completely.
-    """
+    Raises ModelError: a tensor was not written completely."""
     if not unset:
         return
     for tensor in unset.values():
@@ -119,10 +112,7 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
 
 def refuse_stray(model: nn.Module) -> None:
     """Raise for tensors on meta that are neither parameters nor buffers: nothing initialises them.
-
-    Raises:
-        ModelError: names the tensor.
-    """
+    Raises ModelError: names the tensor."""
     for name, module in model.named_modules():
         kept = {id(t) for t in (*module.parameters(False), *module.buffers(False))}
         for attribute, value in vars(module).items():

@@ -161,11 +161,9 @@ def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def _write(path: Path, names: list[str], saved: Saved, savers: Savers) -> None:
-    """Write one file under a name that readers ignore, and sync it to the disk.
-
-    The library needs all tensors of a file at once, but ranks that share a model gather only one at
-    a time. Format: https://huggingface.co/docs/safetensors
-    """
+    """Write one file under a name that readers ignore, and sync it to the disk. The library needs
+    all tensors of a file at once, but ranks that share a model gather only one at a time. Format:
+    https://huggingface.co/docs/safetensors"""
     writer: BinaryIO | None = None
     starts: dict[str, int] = {}
     with ExitStack() as stack:
@@ -278,11 +276,9 @@ def _write_configs(model: Any, folder: Path) -> None:
 
 
 class Savers:
-    """The processes that save a model: one, or the ranks that share it; each rank creates one.
-
-    All ranks gather the tensors one by one. The first rank writes them and reports its errors to
-    all, so that no rank waits for it.
-    """
+    """The processes that save a model: one, or the ranks that share it; each rank creates one. All
+    ranks gather the tensors one by one. The first rank writes them and reports its errors to all,
+    so that no rank waits for it."""
 
     def __init__(self, model: nn.Module, path: Path) -> None:
         sharded = next(filter(compat.is_sharded, model.parameters()), None)
@@ -316,14 +312,10 @@ class Savers:
 
 
 class Saved:
-    """A model's tensors in the form of its checkpoints, computed on demand.
-
-    Converted tensors (such as experts that the model merges) are computed from one tensor of the
-    model at a time if possible, otherwise from all of them at once.
-
-    Raises:
-        CheckpointError: the parameters are sharded, and all would have to be gathered at once.
-    """
+    """A model's tensors in the form of its checkpoints, computed on demand. Converted tensors (such
+    as experts that the model merges) are computed from one tensor of the model at a time if
+    possible, otherwise from all of them at once. Raises CheckpointError: the parameters are
+    sharded, and all would have to be gathered at once."""
 
     def __init__(
         self, model: nn.Module, tensors: Mapping[str, torch.Tensor], savers: Savers

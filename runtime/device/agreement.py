@@ -163,11 +163,8 @@ class Agreement:
 
     @contextmanager
     def run(self, graph: Collectives) -> Iterator[None]:
-        """A context in which this rank and all others run the same graph.
-
-        Raises:
-            RankError: another rank runs a different graph, has stopped, or does not arrive.
-        """
+        """A context in which this rank and all others run the same graph. Raises RankError: another
+        rank runs a different graph, has stopped, or does not arrive."""
         if not graph.ops:
             yield
             return
@@ -205,11 +202,8 @@ class Agreement:
 
     def meet(self, what: str, raised: str = "") -> dict[int, str]:
         """Wait for all ranks in the store, for the action `what`; returns the reasons of ranks that
-        cannot continue. Works with NCCL too, and after this rank's GPU has failed.
-
-        Raises:
-            RankError: another rank does something different, has stopped, or does not arrive.
-        """
+        cannot continue. Works with NCCL too, and after this rank's GPU has failed. Raises
+        RankError: another rank does something different, has stopped, or does not arrive."""
         graph = Collectives(what, ("what each rank says",), f"meet-{what}")
         with self._in(graph), self._store_there():
             key = self._agree(graph)
@@ -263,11 +257,8 @@ class Agreement:
             self._flying.append((self._op, event))
 
     def wait(self, work: Any) -> None:
-        """Wait for a host collective; Ctrl-C and faults of other ranks end the wait.
-
-        Raises:
-            RankError: another rank has stopped.
-        """
+        """Wait for a host collective; Ctrl-C and faults of other ranks end the wait. Raises
+        RankError: another rank has stopped."""
         wait = self._wait(self._store)
         while True:
             try:

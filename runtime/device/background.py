@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -38,11 +38,8 @@ T = TypeVar("T")
 
 
 class WeakIdSet(Generic[T]):
-    """A thread-safe weak set of objects, compared by identity.
-
-    A `WeakSet` cannot be iterated while another thread adds to it. Models and buffers are created
-    in several threads.
-    """
+    """A thread-safe weak set of objects, compared by identity. A `WeakSet` cannot be iterated while
+    another thread adds to it. Models and buffers are created in several threads."""
 
     def __init__(self) -> None:
         self._of: dict[int, weakref.ref[T]] = {}  # by id
@@ -73,16 +70,10 @@ class WeakIdSet(Generic[T]):
         return iter([one for one in found if one is not None])
 
 
-class Forks(Protocol):
-    """An object with callbacks of a fork, which return quickly and never raise: `after_fork`, and
-    maybe `before_fork()`, in the forking thread."""
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Called after a fork, once in the parent and once in the child."""
-
-
-def at_fork(who: Forks, *, last: bool = False) -> None:
-    """Register `who`, by weak reference; `last`: called after the others before a fork."""
+def at_fork(who: Any, *, last: bool = False) -> None:
+    """Register an object, by weak reference: its `after_fork(in_child=)` is called once in the
+    parent and once in the child, and its `before_fork()`, if it has one, in the forking thread,
+    after those of the others if `last`. They return quickly and never raise."""
     _register()
     _LIVE[last].add(who)
 
@@ -100,7 +91,7 @@ def _after(in_child: bool) -> None:
             each.after_fork(in_child=in_child)
 
 
-_LIVE: tuple[WeakIdSet[Forks], WeakIdSet[Forks]] = (WeakIdSet(), WeakIdSet())
+_LIVE: tuple[WeakIdSet[Any], WeakIdSet[Any]] = (WeakIdSet(), WeakIdSet())
 
 
 @functools.cache

@@ -13,27 +13,37 @@ scratch file exists until the last child has ended.
 
 [Note: one storage a parameter] Each parameter is a tensor with its own storage inside the buffer,
 so `torch.save`, safetensors and all other code that inspects storages sees ordinary parameters.
+
+[Note: buffers allocated in advance] Allocating and locking a gigabyte takes 0.3 s: for 40 GiB of
+gradients and states, 9 s of a first step of 65 s. So a thread allocates buffers in advance. A
+caller takes a ready buffer of its size, or waits for one that is being allocated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import mmap
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 
 from megacompile import numa
-from megacompile.errors import DiskError
-from megacompile.host_memory import PAGE_LOCKS
+from megacompile.errors import DiskError, HostMemoryError
+from megacompile.host_memory import PAGE_LOCKS, check_host_memory
 from megacompile.ir.buckets import Param
-from megacompile.runtime.device.background import at_fork
+from megacompile.progress import phase
+from megacompile.runtime.device.background import Background, WeakIdSet, at_fork, fulfil, is_over
 from megacompile.runtime.disk import Disk, FileSpan, Place
+from megacompile.text import format_bytes
 
 
 class HostBuffer(mmap.mmap):
@@ -152,16 +162,11 @@ Memory = Callable[[], torch.Tensor]  # returns (len(buffer),) uint8; see `FileSp
 
 class DiskBuffer(HostBuffer):
     """A mapped range of a disk's file, initially zero. It is freed with the last tensor on it. Its
-    size is rounded up to the disk's I/O size.
-
-    Readers outside of a step use the mapping, by page faults. A step reads and writes the same
-    bytes by direct I/O, into and out of page-locked memory; see [Note: coherence] in
-    `runtime/disk.py`. A child of a fork has only the mapping: see [Note: forks].
-
-    Raises:
-        DiskError: the disk is full, `disk_memory=` is used up, files cannot be mapped, or this is a
-            child of a fork.
-    """
+    size is rounded up to the disk's I/O size. Readers outside of a step use the mapping, by page
+    faults. A step reads and writes the same bytes by direct I/O, into and out of page-locked
+    memory; see [Note: coherence] in `runtime/disk.py`. A child of a fork has only the mapping: see
+    [Note: forks]. Raises DiskError: the disk is full, `disk_memory=` is used up, files cannot be
+    mapped, or this is a child of a fork."""
 
     disk: Disk
     _place: Place | None = None
@@ -221,6 +226,130 @@ class DeviceBuffer:
         return torch.empty(0, dtype=torch.uint8)
 
 
+class HostBudget:
+    """Allocates a model's host buffers, in any thread, and keeps their total within a limit.
+
+    Args:
+        limit_bytes: limit of all live buffers together; None: the machine's memory.
+        node: the NUMA node near the device that copies from and to them; None: any.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
+        self.limit_bytes, self.node = limit_bytes, node
+        self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
+        self._buffers: WeakIdSet[HostBuffer] = WeakIdSet()
+        self._next = itertools.count()
+        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
+        self._maker = Background("megacompile-host-memory")
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all live buffers."""
+        return sum(list(self._sizes.values()))
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of the live page-locked buffers."""
+        return sum(len(buffer) for buffer in self._buffers if buffer.locked)
+
+    def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
+        """Return a new buffer, or one allocated in advance.
+
+        Args:
+            what: names the purpose of the buffer in errors.
+
+        Raises:
+            HostMemoryError: too little memory, or the limit is reached. Without this check the
+                kernel would kill the process when the memory is touched.
+        """
+        if touch and (ready := self._ready(size_bytes, pin=pin)) is not None:
+            return ready
+        try:
+            return self._new(size_bytes, what, pin=pin, touch=touch)
+        except HostMemoryError:
+            if not self._ahead:
+                raise
+        self.drop_preallocated()  # they may never be requested
+        self.await_made()
+        return self._new(size_bytes, what, pin=pin, touch=touch)
+
+    def _ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
+        """Return a buffer that was allocated in advance or is being allocated."""
+        try:
+            future = self._ahead[size_bytes, pin].popleft()
+        except (KeyError, IndexError):  # another thread may have freed it
+            return None
+        with phase("allocating host memory"):
+            if future.cancel() or future.exception() is not None:
+                return None
+            return future.result()
+
+    def preallocate(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
+        """Allocate buffers in the background for copies of `device`; `make` returns them for
+        matching requests. `what` names their purpose in errors."""
+        budget = weakref.ref(self)
+
+        def make(each: Wanted, alive: HostBudget) -> HostBuffer:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                buffer = alive._new(each.size_bytes, what, pin=each.pin, touch=True)
+                if each.lock:
+                    buffer.lock()
+            return buffer
+
+        def work(each: Wanted, future: Future[HostBuffer]) -> None:
+            if (alive := budget()) is None or is_over():
+                future.cancel()
+            else:  # the caller that requests the buffer gets the error
+                fulfil(future, functools.partial(make, each, alive))
+
+        for each in wanted:
+            future: Future[HostBuffer] = Future()
+            self._ahead.setdefault((each.size_bytes, each.pin), deque()).append(future)
+            self._maker.submit(functools.partial(work, each, future))
+
+    def drop_preallocated(self) -> None:
+        """Free the buffers that were allocated in advance but never requested."""
+        while self._ahead:
+            _, futures = self._ahead.popitem()
+            while futures:
+                futures.popleft().cancel()
+
+    def await_made(self) -> None:
+        """Wait until no buffer is being allocated. Dropped buffers have no memory then."""
+        self._maker.call(lambda: None)
+
+    def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
+        key = next(self._next)
+        self._sizes[key] = size_bytes  # count first: other threads allocate buffers too
+        try:
+            self._check(size_bytes, what)
+            with phase("allocating host memory"):
+                buffer = HostBuffer(size_bytes, pin=pin, touch=touch, node=self.node)
+        except BaseException as error:
+            del self._sizes[key]
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise HostMemoryError(
+                    f"megacompile(): the system refused {format_bytes(size_bytes)} of host memory "
+                    f"for {what} ({error}); raise the limit of the process (ulimit -d, ulimit -v), "
+                    "or set a smaller host_memory="
+                ) from error
+            raise
+        weakref.finalize(buffer, self._sizes.pop, key).atexit = False
+        self._buffers.add(buffer)
+        return buffer
+
+    def _check(self, size_bytes: int, what: str) -> None:
+        held = self.held_bytes
+        if self.limit_bytes is not None and held > self.limit_bytes:
+            raise HostMemoryError(
+                f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
+                f"{format_bytes(held - size_bytes)} of it is in use, and {what} needs "
+                f"{format_bytes(size_bytes)} more; raise host_memory=, or use less: "
+                "state_dtype='int8', a smaller batch, or disk="
+            )
+        check_host_memory([(what, size_bytes)])
+
+
 @functools.cache
 def _shared_file(process: int) -> int | None:
     """The descriptor of this process's in-memory file, if the system has such files. All buffers
@@ -234,14 +363,12 @@ def _shared_file(process: int) -> int | None:
 
 
 def _take(file: int, size_bytes: int) -> int | None:
-    """Allocate a range of the in-memory file, in any thread; None if there is no space.
-
-    Several threads create buffers concurrently, and two buffers in one range would overwrite each
-    other. The next range starts at the file's position, which the kernel advances atomically; a
-    lock could stay locked after Ctrl-C (see `runtime.device.background`). The file grows by a
-    write: `ftruncate` with an outdated size would cut off ranges that other threads have allocated
-    since.
-    """
+    """Allocate a range of the in-memory file, in any thread; None if there is no space. Several
+    threads create buffers concurrently, and two buffers in one range would overwrite each other.
+    The next range starts at the file's position, which the kernel advances atomically; a lock
+    could stay locked after Ctrl-C (see `runtime.device.background`). The file grows by a write:
+    `ftruncate` with an outdated size would cut off ranges that other threads have allocated
+    since."""
     whole = -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
     try:
         at = os.lseek(file, whole, os.SEEK_CUR) - whole
@@ -302,9 +429,7 @@ TRIM_BYTES = 2**30  # freed bytes that are worth the milliseconds of a trim
 
 
 def trim_heap() -> None:
-    """Return malloc's free memory to the system, with the GNU C library.
-
-    Blocks below malloc's mmap threshold (up to 32 MiB) are in its heap and stay there when freed.
-    Parameters that have moved to buckets would then take their memory twice.
-    """
+    """Return malloc's free memory to the system, with the GNU C library. Blocks below malloc's mmap
+    threshold (up to 32 MiB) are in its heap and stay there when freed. Parameters that have moved
+    to buckets would then take their memory twice."""
     _libc("malloc_trim")(ctypes.c_size_t(0))

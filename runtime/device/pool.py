@@ -1,6 +1,10 @@
-"""Allocates host memory within a limit, and lends it from pools.
+"""Lends host memory and ranges of a disk from pools, and the saved tensors that are offloaded there
+between a forward and its backward.
 
-    BufferPool       offloaded saved tensors: as many buffers as exist at once
+    BufferPool       saved tensors on the host: as many buffers as exist at once
+    SavedDisk        saved tensors on the disk: ranges of the scratch file. Only a step reads them,
+                     so they are not mapped, unlike `DiskBuffer`s. They are reused: allocating one
+                     costs file system time, and new ranges are slower to write
     BucketBuffers    buckets on a disk (`runtime/updates/staging.py`): a fixed number, in turn
 
 [Note: host memory is reused] A finished use returns its buffer to the pool, which lends it to the
@@ -8,172 +12,35 @@ next use of similar size, so a step like the previous one locks no new memory. A
 holds more than the peak use in total. A buffer may be lent again while a device copy from or to it
 is in flight: the next write into it waits for the completion of the last copy, which it records.
 
-[Note: buffers allocated in advance] Allocating and locking a gigabyte takes 0.3 s: for 40 GiB of
-gradients and states, 9 s of a first step of 65 s. So a thread allocates buffers in advance. A
-caller takes a ready buffer of its size, or waits for one that is being allocated.
-
 [Note: no deadlock] A disk read starts once its data is written and its buffer is free. A disk
 thread that waited for either could wait for a request queued after its own. So the pool's thread
 waits, lease by lease in request order, and then starts the read. The work that a lease waits for
 started earlier and needs no later lease of the same pool: a holder returns its buffer without
 acquiring another. If that does not hold, two pools with separate threads are used: an update holds
 its buffer across later prefetches.
+
+[Note: ownership] A forward may be abandoned and its values freed while threads still write them. So
+a request references its buffer and its file range until it completes. Both are returned with the
+last reference to them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import itertools
-import weakref
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from megacompile import numa
-from megacompile.errors import HostMemoryError
-from megacompile.host_memory import check_host_memory
-from megacompile.progress import phase
-from megacompile.runtime.device.background import (
-    OVER,
-    Background,
-    Completion,
-    WeakIdSet,
-    fulfil,
-    is_over,
-)
-from megacompile.runtime.device.buffers import HostBuffer, Wanted
-from megacompile.runtime.disk import Place, Request
-from megacompile.text import format_bytes
-
-
-class HostBudget:
-    """Allocates a model's host buffers, in any thread, and keeps their total within a limit.
-
-    Args:
-        limit_bytes: limit of all live buffers together; None: the machine's memory.
-        node: the NUMA node near the device that copies from and to them; None: any.
-    """
-
-    def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
-        self.limit_bytes, self.node = limit_bytes, node
-        self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
-        self._buffers: WeakIdSet[HostBuffer] = WeakIdSet()
-        self._next = itertools.count()
-        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
-        self._maker = Background("megacompile-host-memory")
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all live buffers."""
-        return sum(list(self._sizes.values()))
-
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes of the live page-locked buffers."""
-        return sum(len(buffer) for buffer in self._buffers if buffer.locked)
-
-    def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
-        """Return a new buffer, or one allocated in advance.
-
-        Args:
-            what: names the purpose of the buffer in errors.
-
-        Raises:
-            HostMemoryError: too little memory, or the limit is reached. Without this check the
-                kernel would kill the process when the memory is touched.
-        """
-        if touch and (ready := self._ready(size_bytes, pin=pin)) is not None:
-            return ready
-        try:
-            return self._new(size_bytes, what, pin=pin, touch=touch)
-        except HostMemoryError:
-            if not self._ahead:
-                raise
-        self.drop_preallocated()  # they may never be requested
-        self.await_made()
-        return self._new(size_bytes, what, pin=pin, touch=touch)
-
-    def _ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
-        """Return a buffer that was allocated in advance or is being allocated."""
-        try:
-            future = self._ahead[size_bytes, pin].popleft()
-        except (KeyError, IndexError):  # another thread may have freed it
-            return None
-        with phase("allocating host memory"):
-            if future.cancel() or future.exception() is not None:
-                return None
-            return future.result()
-
-    def preallocate(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
-        """Allocate buffers in the background for copies of `device`; `make` returns them for
-        matching requests. `what` names their purpose in errors."""
-        budget = weakref.ref(self)
-
-        def make(each: Wanted, alive: HostBudget) -> HostBuffer:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                buffer = alive._new(each.size_bytes, what, pin=each.pin, touch=True)
-                if each.lock:
-                    buffer.lock()
-            return buffer
-
-        def work(each: Wanted, future: Future[HostBuffer]) -> None:
-            if (alive := budget()) is None or is_over():
-                future.cancel()
-            else:  # the caller that requests the buffer gets the error
-                fulfil(future, functools.partial(make, each, alive))
-
-        for each in wanted:
-            future: Future[HostBuffer] = Future()
-            self._ahead.setdefault((each.size_bytes, each.pin), deque()).append(future)
-            self._maker.submit(functools.partial(work, each, future))
-
-    def drop_preallocated(self) -> None:
-        """Free the buffers that were allocated in advance but never requested."""
-        while self._ahead:
-            _, futures = self._ahead.popitem()
-            while futures:
-                futures.popleft().cancel()
-
-    def await_made(self) -> None:
-        """Wait until no buffer is being allocated. Dropped buffers have no memory then."""
-        self._maker.call(lambda: None)
-
-    def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
-        key = next(self._next)
-        self._sizes[key] = size_bytes  # count first: other threads allocate buffers too
-        try:
-            self._check(size_bytes, what)
-            with phase("allocating host memory"):
-                buffer = HostBuffer(size_bytes, pin=pin, touch=touch, node=self.node)
-        except BaseException as error:
-            del self._sizes[key]
-            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-                raise HostMemoryError(
-                    f"megacompile(): the system refused {format_bytes(size_bytes)} of host memory "
-                    f"for {what} ({error}); raise the limit of the process (ulimit -d, ulimit -v), "
-                    "or set a smaller host_memory="
-                ) from error
-            raise
-        weakref.finalize(buffer, self._sizes.pop, key).atexit = False
-        self._buffers.add(buffer)
-        return buffer
-
-    def _check(self, size_bytes: int, what: str) -> None:
-        held = self.held_bytes
-        if self.limit_bytes is not None and held > self.limit_bytes:
-            raise HostMemoryError(
-                f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
-                f"{format_bytes(held - size_bytes)} of it is in use, and {what} needs "
-                f"{format_bytes(size_bytes)} more; raise host_memory=, or use less: "
-                "state_dtype='int8', a smaller batch, or disk="
-            )
-        check_host_memory([(what, size_bytes)])
+from megacompile.errors import DiskError
+from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.device.background import OVER, Background, Completion
+from megacompile.runtime.device.buffers import HostBudget, HostBuffer, Wanted
+from megacompile.runtime.disk import Disk, FileSpan, Place, Request, Way
 
 
 @dataclass(slots=True, eq=False)
@@ -272,10 +139,10 @@ class Lease(Completion):
         """Wait until the buffer is filled; raises the error of its memory, write or read."""
         self.ready.wait()
 
-    def bytes(self) -> torch.Tensor:
-        """The memory: (size_bytes,) uint8."""
+    def bytes(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The memory, or a part of it: (size_bytes,) uint8."""
         assert self.buffer is not None, "a buffer that is not lent"
-        return self.buffer.memory.bytes(self.size_bytes)
+        return self.buffer.memory.bytes(self.size_bytes)[begin:end]
 
     def release(self, used: Completion | None = None) -> None:
         """Return the buffer, which is free after `used`; idempotent, callable from any thread."""
@@ -290,22 +157,33 @@ class Lender:
     """Page-locked buffers for copies of a device, with a thread that starts reads into them."""
 
     def __init__(self, name: str, device: torch.device, budget: HostBudget) -> None:
-        self.device = device
-        self.budget = budget
+        self.device, self.budget = device, budget
+        self.pin = device.type == "cuda"  # True if the buffers are page-locked
         self._thread = Background(name)
-
-    @property
-    def pin(self) -> bool:
-        """True if the buffers are page-locked."""
-        return self.device.type == "cuda"
 
     def take_back(self, lease: Lease, used: Completion | None) -> None:
         """Take a lease's buffer back; it is free after `used`."""
         raise NotImplementedError
 
+    def _place(self, lease: Any) -> None:
+        """Wait until a lease has a free buffer."""
+        raise NotImplementedError
+
     def _new(self, size_bytes: int, what: str) -> Buffer:
         with torch.cuda.device(self.device) if self.pin else contextlib.nullcontext():
             return Buffer(self.budget.make(size_bytes, what, pin=self.pin), size_bytes)
+
+    def _read(self, lease: Lease, request: Request) -> None:
+        """Start a lease's read; runs in the pool's thread."""
+        try:
+            for work in lease.after:
+                work.wait()
+            self._place(lease)
+        except BaseException as error:
+            request.call_off(error)
+        else:
+            request.begin()
+        lease.after = ()
 
 
 class BufferPool(Lender, Reused[Buffer]):
@@ -315,23 +193,11 @@ class BufferPool(Lender, Reused[Buffer]):
         Lender.__init__(self, "megacompile-saved", device, budget or HostBudget())
         Reused.__init__(self)
 
-    def lease(self, size_bytes: int, after: Sequence[Completion] = ()) -> Lease:
-        """Lend a buffer; before writing, the user waits for its `used`.
-
-        Raises:
-            HostMemoryError: too little host memory.
-        """
-        lease = Lease(self, size_bytes, after)
-        lease.buffer = self.lend(size_bytes)
-        return lease
-
     def read(self, lease: Lease, request: Request) -> None:
         """Start a read into a lease's buffer; see [Note: no deadlock]."""
-        buffer = lease.buffer
-        assert buffer is not None
         request.held = True
         lease.ready = request
-        self._thread.submit(functools.partial(_read, lease, buffer, request))
+        self._thread.submit(functools.partial(self._read, lease, request))
 
     def take_back(self, lease: Lease, used: Completion | None) -> None:
         # atomic, because several threads may return it
@@ -347,18 +213,184 @@ class BufferPool(Lender, Reused[Buffer]):
             return []
         return [Wanted(size_bytes, pin=True) for size_bytes in sizes]
 
+    def _place(self, lease: Any) -> None:
+        lease.buffer.used.wait()
+
     def _make(self, size_bytes: int) -> Buffer:
         return self._new(size_bytes, "offloaded activations")
 
 
-def _read(lease: Lease, buffer: Buffer, request: Request) -> None:
-    """Runs in the pool's thread."""
-    try:
-        for work in lease.after:
-            work.wait()
-        buffer.used.wait()
-    except BaseException as error:
-        request.call_off(error)
-    else:
-        request.begin()
-    lease.after = ()
+class OnHost(Lease):
+    """A tensor's copy in a leased buffer, from the device or from a disk. The lease ends when this
+    object is freed; if it is copied to the device only `once`, after that copy.
+
+    Raises:
+        HostMemoryError: too little host memory.
+    """
+
+    def __init__(
+        self,
+        pool: BufferPool,
+        meta: TensorMeta,
+        after: Sequence[Completion] = (),
+        *,
+        once: bool = False,
+    ) -> None:
+        super().__init__(pool, stored_bytes(meta), after)
+        self.meta, self.once = meta, once
+        self.buffer = pool.lend(self.size_bytes)
+
+    @staticmethod
+    def of(pool: BufferPool, value: torch.Tensor, queue: torch.cuda.Stream | None) -> OnHost:
+        """Copy a tensor to the host on `queue`, which is the current stream; None on the CPU."""
+        made = OnHost(pool, TensorMeta.of(value))
+        buffer = made.buffer
+        assert buffer is not None
+        if queue is not None:
+            buffer.used.wait_on(queue)  # write after read
+        made._memory().copy_(_elements(made.meta, value), non_blocking=True)
+        made.ready = buffer.used = _now(queue)
+        return made
+
+    def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
+        """Copy it into `buffer` (shaped like `empty(meta)`) on `queue`, the current stream."""
+        assert self.buffer is not None
+        if queue is not None:
+            self.ready.wait_on(queue)  # read after write
+        _elements(self.meta, buffer).copy_(self._memory(), non_blocking=True)
+        self.buffer.used = _now(queue)
+        if self.once:
+            self.release()
+        return buffer
+
+    def back(self, queue: torch.cuda.Stream | None) -> torch.Tensor:
+        """The tensor, copied to its device on `queue`, the current stream."""
+        return self.copy_to(empty(self.meta), queue)
+
+    def _memory(self) -> torch.Tensor:
+        """The host copy, shaped like `_elements`."""
+        flat = self.bytes().view(self.meta.dtype)
+        return flat if _extent(self.meta) is not None else flat.view(self.meta.shape)
+
+
+def empty(meta: TensorMeta) -> torch.Tensor:
+    """Allocate memory for such a tensor on its device."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+
+
+def stored_bytes(meta: TensorMeta) -> int:
+    """Bytes of a tensor's host copy."""
+    extent = _extent(meta)
+    return (math.prod(meta.shape) if extent is None else extent) * meta.dtype.itemsize
+
+
+def _extent(meta: TensorMeta) -> int | None:
+    """The number of elements from a tensor's first to its last in memory, if there are no gaps: at
+    most its number of elements, and less if it is expanded."""
+    if 0 in meta.shape:
+        return 0
+    extent = 1 + sum((n - 1) * step for n, step in zip(meta.shape, meta.stride, strict=True))
+    return extent if extent <= math.prod(meta.shape) else None
+
+
+def _elements(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is copied: its memory, or its values if the memory has gaps."""
+    extent = _extent(meta)
+    return tensor if extent is None else tensor.as_strided((extent,), (1,))
+
+
+def _now(queue: torch.cuda.Stream | None) -> Completion:
+    """The completion of the work issued on a stream so far."""
+    if queue is None:
+        return OVER
+    event = torch.cuda.Event()
+    event.record(queue)
+    return Completion(event)
+
+
+def converted(
+    saved_values: Mapping[str, Any],
+    name: str,
+    elsewhere: Mapping[str, str],
+    pool: BufferPool,
+    queue: torch.cuda.Stream | None,
+) -> Any:
+    """The value that a backward reads as `name`, converted on the current stream from the copy that
+    the forward saved: on the device, the host or the disk. Schedules of one graph save a value in
+    different places if a backward was planned for gradients of other outputs. `elsewhere` maps the
+    name of a host or disk copy to the name of the value, in both schedules."""
+    value = elsewhere.get(name, name)
+    if value in saved_values:
+        return OnHost.of(pool, saved_values[value], queue)
+    copies = {value: copy for copy, value in elsewhere.items() if copy in saved_values}
+    left = saved_values[copies[value]]
+    if isinstance(left, OnDisk):
+        left = left.read(left.what.replace("WRITE", "READ"))
+        left.wait()
+    return left if name in elsewhere else left.back(queue)
+
+
+class SavedDisk(Reused[Place]):
+    """The saved tensors of one model on a disk, in reused ranges of the scratch file. Reads go into
+    buffers of the pool."""
+
+    def __init__(self, disk: Disk, pool: BufferPool) -> None:
+        super().__init__()
+        self.disk, self.pool = disk, pool
+
+    def _make(self, size_bytes: int) -> Place:
+        try:
+            return self.disk.take(size_bytes)
+        except DiskError:
+            self.forget()  # free ranges of other sizes
+            return self.disk.take(size_bytes)
+
+    def _drop(self, piece: Place) -> None:
+        self.disk.give_back(piece)
+
+
+class OnDisk:
+    """A tensor's copy on the disk. The write starts at creation; its buffer is free afterwards.
+    `what` names it in errors: "3WRITE_SAVED of 'layers.3'".
+
+    Raises:
+        DiskError: the disk is full, or this is a child of a fork.
+    """
+
+    place: Place | None = None
+
+    def __init__(self, store: SavedDisk, source: OnHost, what: str) -> None:
+        self.store, self.what, self.meta = store, what, source.meta
+        try:
+            self.place = store.lend(store.disk.round_up(source.size_bytes))
+        except DiskError as error:
+            raise DiskError(error.errno, f"{what}: {error}") from error
+        before = functools.partial(self._filled, source)  # it holds the range until it is written
+        self.written = store.disk.request(Way.WRITE, self._spans(source), what, before)
+        self.written.at_end = source.release
+        self.written.begin()
+
+    def _filled(self, source: OnHost) -> None:
+        source.wait()
+
+    def _spans(self, lease: Lease) -> list[FileSpan]:
+        """The whole pages of a buffer, which bypass the page cache, and the remaining bytes."""
+        assert self.place is not None
+        size, unit, at = lease.size_bytes, self.store.disk.alignment, self.place.at
+        whole = size // unit * unit
+        return [
+            FileSpan(Place(at + begin, end - begin), functools.partial(lease.bytes, begin, end))
+            for begin, end in ((0, whole), (whole, size))
+            if begin < end
+        ]
+
+    def read(self, what: str) -> OnHost:
+        """Start a read into a buffer for one copy to the device; `what` is for errors."""
+        pool = self.store.pool
+        back = OnHost(pool, self.meta, [self.written], once=True)
+        pool.read(back, self.store.disk.request(Way.READ, self._spans(back), what))
+        return back
+
+    def __del__(self) -> None:
+        if self.place is not None:
+            self.store.give_back(self.place)

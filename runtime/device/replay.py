@@ -213,13 +213,10 @@ class Replay:
         return self._handed()
 
     def _capture(self, code: Code, inputs: list[Any]) -> Callable[[], None]:
-        """Capture the code, with copies of the inputs that do not stay in place.
-
-        Raises:
-            RuntimeError: the code cannot be captured, or memory is short.
-            ValueError: its inputs or results are not on one device, an input is expanded, results
-                that leave the schedule share memory, or the limit of graphs is reached.
-        """
+        """Capture the code, with copies of the inputs that do not stay in place. Raises
+        RuntimeError: the code cannot be captured, or memory is short; ValueError: its inputs or
+        results are not on one device, an input is expanded, results that leave the schedule share
+        memory, or the limit of graphs is reached."""
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         if captured(self._replays) >= self._most:
             raise ValueError(f"the device holds no more than {self._most} graphs")

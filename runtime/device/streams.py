@@ -182,13 +182,11 @@ _NEVER = 2**31
 
 class DeviceSlots:
     """Device buffers that buckets are streamed into, by slot, shared by all schedules of a model.
-
     Each is as large as the largest bucket it had to hold. Schedules run one after another on the
     compute stream, and each starts with a wait for it (`begin`), so they can share buffers.
     `generation` counts the runs: a backward may reuse its forward's slots only if it is the very
     next run. `left` records the buckets that a forward without a backward leaves in their slots for
-    the next forward.
-    """
+    the next forward."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -226,10 +224,8 @@ class DeviceSlots:
 
     def require(self, slots: Sequence[Slot]) -> None:
         """Allocate `slots` as needed. Buffers that must grow are replaced, on the compute stream.
-
         The old buffer is freed to the allocator. Its next user on the compute stream runs after
-        every reader of the buffer, and these readers ran after the copies into it.
-        """
+        every reader of the buffer, and these readers ran after the copies into it."""
         for slot in slots:
             is_new = slot.index == len(self.buffers)  # slots are numbered from 0
             if not is_new and slot.size_bytes <= self.buffers[slot.index].numel():
@@ -260,10 +256,8 @@ class DeviceSlots:
         return self._views[key]
 
     def forget(self) -> None:
-        """Free the buffers; called when other buckets are streamed, which need other sizes.
-
-        First waits for copies into them that a failed run left in flight.
-        """
+        """Free the buffers; called when other buckets are streamed, which need other sizes. First
+        waits for copies into them that a failed run left in flight."""
         if self.buffers and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.buffers.clear()

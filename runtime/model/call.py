@@ -17,7 +17,7 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.ir.tensors import has_numbers
 from megacompile.progress import line
-from megacompile.runtime.device.saved import converted
+from megacompile.runtime.device.pool import converted
 from megacompile.runtime.model.autograd_nodes import (
     CapturedNode,
     Gate,
@@ -306,7 +306,7 @@ class Call:
         start = run.start_update if update else run.start
         accumulate = start(wanted.gradient_params)
         ranks = self.machine.ranks
-        more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
+        more = ranks is not None and ranks.replicas > 1 and self.machine.more_backwards
         if not update:
             run.backward.last = not more
         defers = not update and more and run.may_defer()  # a later backward sums over replicas
@@ -341,7 +341,7 @@ class Call:
         """
         if self.machine.in_backward is None:
             return False
-        if self.machine.micro_steps.more:  # then this one updates nothing
+        if self.machine.more_backwards:  # then this one updates nothing
             self.program.plans.say_accumulates()
             return False
         run = self.machine.current_run()

@@ -357,7 +357,7 @@ class ModelBuckets:
         ddp = compat.ddp_around()
         if ddp is not None:
             self.plans.say_stays(self.ddp.around(ddp))
-        if self.machine.in_backward is not None and self.machine.micro_steps.more:
+        if self.machine.in_backward is not None and self.machine.more_backwards:
             self.plans.say_accumulates()
         if (  # for the first time, a forward with a backward finds gradients on the device
             torch.is_grad_enabled()

@@ -17,7 +17,7 @@ from megacompile.cost.rank_rates import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.plan import first_to_disk
 from megacompile.options import Lowering, Options
-from megacompile.runtime.device.pool import HostBudget
+from megacompile.runtime.device.buffers import HostBudget
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs
 from megacompile.runtime.device.streams import DeviceSlots, Streams

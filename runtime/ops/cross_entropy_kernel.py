@@ -35,10 +35,8 @@ def normalize_rows(
     gradient: bool,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """lse, and with `smooth` the weighted sum of the logits, (rows,) fp32 each.
-
-    With `gradient` the logits become their gradient.
-    """
+    """lse, and with `smooth` the weighted sum of the logits, (rows,) fp32 each. With `gradient` the
+    logits become their gradient."""
     logits = chunk.logits
     assert logits.stride(1) == 1, "rows of the chunk's own buffer"
     lse = torch.empty_like(a)

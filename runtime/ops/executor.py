@@ -29,13 +29,11 @@ from megacompile.ir.stream import Stream
 from megacompile.ir.values import borrowed, left_of
 from megacompile.runtime.device.replay import captured
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.compute import ComputeOps
+from megacompile.runtime.ops.compute import ComputeOps, UpdateOps
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.ops.streaming import StreamingOps
-from megacompile.runtime.ops.updates import UpdateOps
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.undo import Undos, hold, undone
-from megacompile.runtime.updates.on_device import Deferred
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
 
@@ -118,10 +116,8 @@ class Executor:
         return frozenset(read | {(b.key, i) for b in left for i in range(len(b.params))})
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Run the forward; returns the outputs and the saved values, by name.
-
-        A host parameter may be changed as soon as this returns: the last prefetch is done.
-        """
+        """Run the forward; returns the outputs and the saved values, by name. A host parameter may
+        be changed as soon as this returns: the last prefetch is done."""
         marks = self._marks() if self._stays else {}
         outputs, saved_values = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
@@ -196,9 +192,7 @@ class Executor:
                     self._defer(value, event)
 
     def _defer(self, value: Any, event: torch.cuda.Event) -> None:
-        """Frees memory after an event."""
-        owner = torch.cuda.current_stream(self.machine.device)
-        self.machine.deferred.add(Deferred(value, event, owner))
+        self.machine.defer_free(value, event)
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine

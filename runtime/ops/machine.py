@@ -3,11 +3,12 @@ base class of ops: an op issues its work on its stream after its waits."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,24 +19,32 @@ from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
 from megacompile.runtime.device.background import Background, WeakIdSet
-from megacompile.runtime.device.pool import BufferPool, HostBudget
+from megacompile.runtime.device.buffers import HostBudget
+from megacompile.runtime.device.pool import BufferPool, SavedDisk
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs, Replay
-from megacompile.runtime.device.saved import SavedDisk
 from megacompile.runtime.device.streams import DeviceSlots, Handle, Streams
 from megacompile.runtime.disk import Disk, Request
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.params.work import Fill
-from megacompile.runtime.updates.in_backward import InBackward, MicroSteps
-from megacompile.runtime.updates.on_device import Deferred, DeferredFrees, DeviceUpdates
-from megacompile.runtime.updates.parameter import WriteBack
+from megacompile.runtime.params.work import Fill, InFlight
+from megacompile.runtime.updates.in_backward import InBackward
+from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import Workers
 from megacompile.views.recorder import Recording, Tracer
+
+
+class Deferred(NamedTuple):
+    """Device memory that a copy to the host may still read."""
+
+    value: Any
+    copied: torch.cuda.Event
+    owner: torch.cuda.Stream  # the memory's stream in the caching allocator
+    forget: Callable[[], None]  # called when it is freed
 
 
 @dataclass(slots=True)
@@ -50,7 +59,7 @@ class Machine:
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
     device_update: DeviceUpdates  # for optimizer.step() on the device
     in_backward: InBackward | None = None  # for updates in the backward
-    micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward follow?
+    accumulating: bool = False  # inside `megacompile.accumulate()`
     run: GradientRun | None = None  # where the current backward's gradients go
     pending: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # pending backwards
     links: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # parameters in eager code's graphs
@@ -61,7 +70,7 @@ class Machine:
     stepped: bool = False  # True if that step is over
     steps: int = 0  # started steps of optimizers over its parameters
     assigned: int = 0  # number of in-place updates of inputs by schedules so far
-    deferred: DeferredFrees = field(default_factory=DeferredFrees)
+    deferred: list[Deferred] = field(default_factory=list)  # until a drain, or their copies' end
     staging: Staging | None = field(init=False)  # staging memory of data on a disk
     host_updates: Workers = field(init=False)
     copies: Background = field(init=False)  # copies the results of device updates to the host
@@ -88,6 +97,16 @@ class Machine:
             self.staging = Staging(self.disk, self.device, self.host_budget)
         self.host_updates = Workers(self.device, self.update_cores)
         self.copies = Background("megacompile-offload")
+
+    @property
+    def more_backwards(self) -> bool:
+        """True if another backward comes before the step: only the training loop knows it.
+        `Accelerator.accumulate()` sets Accelerate's `GradientState`, one per process, and so do the
+        loops of Trainer and its subclasses. If it is wrongly True, `optimizer.step()` updates from
+        gradients on the host, which costs time and memory; with replicas, whose sum was deferred to
+        the missing backward, it raises. It must never be wrongly False."""
+        state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+        return self.accumulating or (state is not None and not state().sync_gradients)
 
     def coming(self) -> list[HostBucket]:
         """The buckets whose parameters may still be on their way."""
@@ -123,11 +142,8 @@ class Machine:
 
     def reserve_staging(self, keys: Iterable[int]) -> None:
         """Allocate the staging memory for disk reads and writes before an update of these buckets
-        begins: running out of memory during the update would leave them inconsistent.
-
-        Raises:
-            HostMemoryError: too little host memory; nothing has changed.
-        """
+        begins: running out of memory during the update would leave them inconsistent. Raises
+        HostMemoryError: too little host memory; nothing has changed."""
         if self.staging is not None:
             self.staging.reserve(self.buckets[key] for key in keys)
 
@@ -149,18 +165,33 @@ class Machine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.device_update.wait_for_copies()
-        for entry in self.deferred.take():
+        for entry in self.take_deferred():
             entry.forget()
         self.alive.clear()
         self.forget_graphs()
         self.slots.forget()
 
+    def defer_free(
+        self, value: Any, copied: torch.cuda.Event, forget: Callable[[], None] = lambda: None
+    ) -> None:
+        """Keep memory of the current stream until a copy from it is done; then `forget` is called.
+        Without a forward that drains it, that is noticed when other memory is deferred."""
+        for entry in self.take_deferred():
+            if entry.copied.query():
+                entry.forget()
+            else:
+                self.deferred.append(entry)
+        owner = torch.cuda.current_stream(self.device)
+        self.deferred.append(Deferred(value, copied, owner, forget))
+
+    def take_deferred(self) -> list[Deferred]:
+        """Take all deferred memory: the caller waits for the copies and frees it."""
+        taken, self.deferred = self.deferred, []
+        return taken
+
     def exchanged(self) -> bool:
         """True if a parameter's data is now another parameter's old memory, as after `p.data,
-        q.data = ...`.
-
-        Adopting one would overwrite the other.
-        """
+        q.data = ...`. Adopting one would overwrite the other."""
         buckets = self.buckets.values()
         replaced = [compat.local(b.params[i]) for b in buckets for i in b.replaced()]
         homes = {home for bucket in buckets for home in bucket.homes if home}  # 0: no elements
@@ -229,17 +260,17 @@ class OpGroup:
         for handle in after:
             if handle.event is None:  # the CPU, or a thread that holds its tensors
                 continue
-            owner = torch.cuda.current_stream(self.machine.device)
-            deferred = Deferred(value.value, handle.event, owner)
-            write = handle.value
-            if isinstance(write, WriteBack) and isinstance(value.value, dict):  # else: its norms
-                write.stays(value.value)
-                deferred = Deferred(value.value, handle.event, owner, write.work.fresh.clear)
-            self.machine.deferred.add(deferred)
+            work, buffers = handle.value, value.value
+            if isinstance(work, InFlight) and isinstance(buffers, dict):  # else: its norms
+                if work.may_lend:
+                    work.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
+                self.machine.defer_free(buffers, handle.event, work.fresh.clear)
+            else:
+                self.machine.defer_free(buffers, handle.event)
 
     def drain(self) -> Handle:
         machine = self.machine
-        deferred = machine.deferred.take()
+        deferred = machine.take_deferred()
         machine.device_update.wait_for_copies()
         copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
         taken = tuple(handle for _, handle in machine.alive)  # prefetches from it

@@ -15,13 +15,13 @@ from megacompile.ir.ops import Part
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion
-from megacompile.runtime.device.saved import OnDisk, OnHost, empty
+from megacompile.runtime.device.pool import OnDisk, OnHost, empty
 from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.disk import Request
 from megacompile.runtime.ops.machine import Group, OpGroup, handles, nothing
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.parameter import flat
 from megacompile.runtime.updates.staging import BucketLease, Staging
+from megacompile.runtime.updates.update import flat
 
 
 class StreamingOps(OpGroup):
@@ -334,10 +334,9 @@ class StreamingOps(OpGroup):
 
         def begin() -> tuple[OnHost, Completion]:
             back = saved.read(f"{stage.index}READ_SAVED of {stage.name!r}")
-            end = back.lease.ready
-            if isinstance(end, Request):
-                self._note(end)
-            return back, end
+            assert isinstance(back.ready, Request)
+            self._note(back.ready)
+            return back, back.ready
 
         return self.machine.streams.hand(Stream.READ, tuple(handles(after)), begin)
 

@@ -39,10 +39,8 @@ _DECADES = 7
 
 
 def quantizes(numel: int) -> bool:
-    """True if the states of a parameter of this size are kept in 8 bits.
-
-    `numel` is the size of the whole parameter, not of a rank's shard, which may be empty.
-    """
+    """True if the states of a parameter of this size are kept in 8 bits. `numel` is the size of the
+    whole parameter, not of a rank's shard, which may be empty."""
     return numel >= MIN_SIZE
 
 
@@ -52,12 +50,10 @@ def absmax_numel(numel: int) -> int:
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """The values of the 256 codes: (256,) fp32 on the CPU, ascending; the last is 1.
-
-    Decade d (0 is the lowest) divides [0.1, 1] * 10^(d - 6) into 2^d bins for each sign, or
-    2^(d + 1) if unsigned. Its codes are the middles of the bins; 0 and 1 are the two other codes.
-    The signed map has -1 in its lowest bin.
-    """
+    """The values of the 256 codes: (256,) fp32 on the CPU, ascending; the last is 1. Decade d (0 is
+    the lowest) divides [0.1, 1] * 10^(d - 6) into 2^d bins for each sign, or 2^(d + 1) if unsigned.
+    Its codes are the middles of the bins; 0 and 1 are the two other codes. The signed map has -1 in
+    its lowest bin."""
     values = [0.0, 1.0]
     for decade in range(_DECADES):
         bins = 2**decade if signed else 2 ** (decade + 1)
@@ -76,13 +72,11 @@ def dynamic_code(signed: bool) -> Tensor:
 # have only one constant of a name, so compiled code calls this once and passes the result on.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def tables(device: torch.device) -> Tensor:
-    """The unsigned and the signed map on a device, cached: (2, TABLE_NUMEL) fp32.
-
-    A row has `dynamic_code` (256), the midpoints of neighbouring codes (255, then infinity) and the
-    code of the lowest value of each cell (65536). A cell is the set of values with the same upper
-    16 bits. Cells are narrower than the distance between codes, so a value's nearest code is its
-    cell's code or the next one.
-    """
+    """The unsigned and the signed map on a device, cached: (2, TABLE_NUMEL) fp32. A row has
+    `dynamic_code` (256), the midpoints of neighbouring codes (255, then infinity) and the code of
+    the lowest value of each cell (65536). A cell is the set of values with the same upper 16 bits.
+    Cells are narrower than the distance between codes, so a value's nearest code is its cell's code
+    or the next one."""
     return _tables(device)
 
 
@@ -104,12 +98,9 @@ def quantize(
     signed: bool,
     table: Tensor | None = None,  # `tables`, if one compiled function quantizes several times
 ) -> tuple[Tensor, Tensor]:
-    """The nearest codes, (numel,) uint8, and each block's largest magnitude, fp32.
-
-    A tie takes the lower code. The unsigned map needs values of at least 0. A largest magnitude
-    below `SMALLEST` becomes 0; one that is not finite becomes NaN. See [Note: the same codes
-    again].
-    """
+    """The nearest codes, (numel,) uint8, and each block's largest magnitude, fp32. A tie takes the
+    lower code. The unsigned map needs values of at least 0. A largest magnitude below `SMALLEST`
+    becomes 0; one that is not finite becomes NaN. See [Note: the same codes again]."""
     table = tables(values.device) if table is None else table
     numel = values.numel()
     padded = functional.pad(values.float(), (0, -numel % BLOCK))
@@ -146,11 +137,9 @@ def dequantize(
 
 
 class BlockwiseTensor(torch.Tensor):
-    """A float32 tensor stored as 8-bit codes and a largest magnitude per block.
-
-    Reads dequantize; in-place writes quantize. `codes` is (numel,) uint8, `absmax` (blocks,)
-    float32, in the memory order of the parameter. `settle` waits for background writes to them.
-    """
+    """A float32 tensor stored as 8-bit codes and a largest magnitude per block. Reads dequantize;
+    in-place writes quantize. `codes` is (numel,) uint8, `absmax` (blocks,) float32, in the memory
+    order of the parameter. `settle` waits for background writes to them."""
 
     codes: torch.Tensor
     absmax: torch.Tensor

@@ -28,9 +28,8 @@ import triton.language as tl
 
 from megacompile.host_memory import pinned_empty
 from megacompile.runtime.optim import blockwise
-from megacompile.runtime.optim import table as layout
-from megacompile.runtime.optim.rule import OptimizerRule, Update
-from megacompile.runtime.optim.table import Launch, Signature, launches
+from megacompile.runtime.optim import rule as layout
+from megacompile.runtime.optim.rule import Launch, OptimizerRule, Signature, Update, launches
 
 BLOCK = 1024  # elements per program; 2048 and 4096 are slower on an H200
 _WARPS = 8
@@ -48,10 +47,8 @@ _SMALLEST = tl.constexpr(blockwise.SMALLEST)
 
 
 def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK) -> None:
-    """Update the parameters of a bucket in place on the gradients' device.
-
-    `block` is the number of elements per program: 256 times a power of two.
-    """
+    """Update the parameters of a bucket in place on the gradients' device. `block` is the number of
+    elements per program: 256 times a power of two."""
     if updates:
         run(rule, launches(rule, updates, block=block), updates[0].grad.device, block=block)
 

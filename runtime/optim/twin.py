@@ -8,6 +8,7 @@ The code is pointwise on flat tensors, and its scalars are data. So one
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,21 +17,18 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optim.blockwise import dequantize, quantize, tables
-from megacompile.runtime.optim.rule import OptimizerRule, State, Update, math_dtype
-from megacompile.runtime.optim.table import Table
+from megacompile.runtime.optim.rule import OptimizerRule, State, Table, Update, math_dtype
 
 CHUNK = 2**18  # elements per chunk of an eager twin; a multiple of the 8-bit block
 
 
 @functools.cache
 def function_of(rule: OptimizerRule) -> Callable[..., None]:
-    """The function that runs one step of a rule on flat tensors, in place.
-
-    Its arguments are those of `Update`, with the scalars as a tensor (fp32; fp64 for an fp64
-    parameter), the index of the first element in the whole parameter (for the seed), and
-    `blockwise.tables`. Compiled code must get the tables as an argument: Dynamo names constants by
-    a counter of the process, and the names would enter the caches' keys.
-    """
+    """The function that runs one step of a rule on flat tensors, in place. Its arguments are those
+    of `Update`, with the scalars as a tensor (fp32; fp64 for an fp64 parameter), the index of the
+    first element in the whole parameter (for the seed), and `blockwise.tables`. Compiled code must
+    get the tables as an argument: Dynamo names constants by a counter of the process, and the names
+    would enter the caches' keys."""
     twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
 
     def step(
@@ -67,11 +65,9 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
 
 
 def apply(rule: OptimizerRule, update: Update) -> None:
-    """Run the twin of a rule on one parameter of a bucket, chunk by chunk.
-
-    A chunk's temporaries fit into the CPU's caches and take negligible memory. The results are
-    bitwise those of the compiled twin.
-    """
+    """Run the twin of a rule on one parameter of a bucket, chunk by chunk. A chunk's temporaries
+    fit into the CPU's caches and take negligible memory. The results are bitwise those of the
+    compiled twin."""
     whole = update.map(lambda _, tensor: tensor.detach().view(-1))
     numel = whole.param.numel()
     dtype = math_dtype(whole.param.dtype)
@@ -85,10 +81,8 @@ def apply(rule: OptimizerRule, update: Update) -> None:
 
 def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
-
     All tensors are on the gradients' device or in memory that it can address. The kernel raises
-    ValueError for a tensor that is not contiguous or has the wrong size or dtype.
-    """
+    ValueError for a tensor that is not contiguous or has the wrong size or dtype."""
     if not updates:
         return
     if updates[0].grad.device.type == "cuda":
@@ -146,45 +140,18 @@ def arguments(update: Update) -> tuple[Any, ...]:
     return (update.param, update.grad, update.states, update.copy, scalars, seed, None, 0, table)
 
 
-# A correctly rounded square root on every device.
-#
-# On x86 CPUs torch calls MKL's root, which may be off in the last bit. Compiled C++ and the kernels
-# use the processor's, which is correctly rounded, so eager twins must be too.
-
-_SPLIT = 2.0**27 + 1  # splits the 53 bits of a number into two halves
-_TINY = 2.0**-500  # below it, the error of a square is subnormal
-
-
 def sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded square root of each element: fp32 or fp64, not negative."""
+    """The correctly rounded square root of each element: fp32 or fp64, not negative.
+
+    On x86 CPUs torch calls MKL's root, which may be off in the last bit. Compiled C++ and the
+    kernels use the processor's, which is correctly rounded, so eager twins must be too.
+    """
     if torch.compiler.is_dynamo_compiling() or x.device.type != "cpu":
         return x.sqrt()
     if x.dtype == torch.float32:  # an fp64 root rounds to the right fp32: none is near a midpoint
         return x.double().sqrt().float()
-    return _of_doubles(x)
-
-
-def _of_doubles(x: Tensor) -> Tensor:
-    """One Newton step from a root that is off by at most one bit, with the exact error of its
-    square.
-
-    Correctly rounded except for roots within 2^-106 of the midpoint of two numbers, such as the
-    root of 1 - 2^-53.
-
-    Source of the exact product: Dekker, "A floating-point technique for extending the available
-    precision", 1971.
-    """
-    tiny = x < _TINY
-    x = torch.where(tiny, x * 2.0**512, x)
-    root = x.sqrt()
-    high = root * _SPLIT
-    high = high - (high - root)
-    low = root - high
-    square = root * root
-    error = ((high * high - square) + 2 * high * low) + low * low
-    step = ((x - square) - error) / (2 * root)
-    root = torch.where(step.isfinite(), root + step, root)  # not finite for 0, infinity and NaN
-    return torch.where(tiny, root * 2.0**-256, root)
+    roots = [math.sqrt(value) if value >= 0 else math.nan for value in x.tolist()]  # slow, but rare
+    return torch.tensor(roots, dtype=x.dtype)
 
 
 # [Note: stochastic rounding]
@@ -199,13 +166,10 @@ _LOW = 0xFFFF
 
 
 def seed_of(torch_seed: int, parameter: int, step: int, shard: int = 0) -> int:
-    """A seed in [0, 2^63) for one parameter's rounding in one step.
-
-    `torch_seed` is `torch.initial_seed()`. Element indices start at 0 in each shard, so each shard
-    needs its own seed; the first shard has the seed of a whole parameter. The finalizer of
-    SplitMix64 mixes the arguments (Steele et al., "Fast splittable pseudorandom number generators",
-    2014).
-    """
+    """A seed in [0, 2^63) for one parameter's rounding in one step. `torch_seed` is
+    `torch.initial_seed()`. Element indices start at 0 in each shard, so each shard needs its own
+    seed; the first shard has the seed of a whole parameter. The finalizer of SplitMix64 mixes the
+    arguments (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
     mixed = 0
     for part in (torch_seed, parameter, step, *([shard] if shard else [])):
         mixed = (mixed + part + 0x9E3779B97F4A7C15) % 2**64
@@ -220,10 +184,8 @@ def round_stochastic(
     seed: Tensor | int,  # 0-d int64
     first: int = 0,  # index of the first value in the parameter
 ) -> Tensor:
-    """Round values to one of their bf16 neighbours, the nearer with the higher probability.
-
-    NaN and infinities stay.
-    """
+    """Round values to one of their bf16 neighbours, the nearer with the higher probability. NaN and
+    infinities stay."""
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
     index = torch.arange(first, first + values.numel(), device=values.device)

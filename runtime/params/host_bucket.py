@@ -15,8 +15,7 @@ import torch
 from megacompile import compat, notices
 from megacompile.ir.buckets import Bucket, Param, mirrored
 from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.buffers import DeviceBuffer, DiskBuffer, HostBuffer
-from megacompile.runtime.device.pool import HostBudget
+from megacompile.runtime.device.buffers import DeviceBuffer, DiskBuffer, HostBudget, HostBuffer
 from megacompile.runtime.disk import Disk, Way
 from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import Pending, StreamedCopy

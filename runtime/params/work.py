@@ -44,6 +44,7 @@ class InFlight(Completion):
         super().__init__(event, future)
         self.weights = weights
         self.states = states
+        self.may_lend = False  # True if new parameters on the device may become `fresh`
         self.fresh: dict[int, torch.Tensor] = {} if fresh is None else fresh
 
     def then(

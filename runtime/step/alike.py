@@ -19,9 +19,15 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.rule import OptimizerRule, Update
+from megacompile.runtime.optim.rule import (
+    OptimizerRule,
+    Signature,
+    Table,
+    Update,
+    describe,
+    tables_of,
+)
 from megacompile.runtime.optim.rules import rule_of
-from megacompile.runtime.optim.table import Signature, Table, describe, tables_of
 from megacompile.runtime.optim.twin import apply, update_again
 from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of

@@ -20,7 +20,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import left_on_host
 from megacompile.options import Lowering, Options
 from megacompile.runtime.device.buffers import Wanted
-from megacompile.runtime.device.saved import stored_bytes
+from megacompile.runtime.device.pool import stored_bytes
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
@@ -42,8 +42,7 @@ from megacompile.runtime.params.state_memory import StateDtype
 from megacompile.runtime.step import hooks
 from megacompile.runtime.updates.compiled import compiled, kind_of
 from megacompile.runtime.updates.on_device import UpdateOffer
-from megacompile.runtime.updates.parameter import ParamUpdate
-from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend, UpdatePlace
 
 
 class StepParts:
@@ -243,7 +242,7 @@ class StepParts:
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
     ) -> dict[int, ParamUpdate]:
         """The rule-based steps of some parameters, by index, for an update in the backward."""
-        self.backends[bucket.layout.name] = UpdatePlace.BACKWARD.value
+        self.backends[bucket.layout.name] = UpdatePlace.BACKWARD.said
         rule = rule_of(optimizer)
         assert rule is not None, "an update in the backward is by rule"
         by_param = {id(p): group for group in optimizer.param_groups for p in group["params"]}

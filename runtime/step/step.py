@@ -49,9 +49,8 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.hooks import PreparedStep
 from megacompile.runtime.step.parts import StepParts
-from megacompile.runtime.updates.parameter import ParamUpdate
 from megacompile.runtime.updates.refusals import check, check_shared, rehearse
-from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePlace
 
 _RESTS = 16  # graphs for updates outside of schedules; the oldest are dropped
 

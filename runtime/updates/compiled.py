@@ -193,11 +193,9 @@ def _like(update: Update, numel: int) -> Update:
 
 
 def options_now() -> dict[str, Any]:
-    """Inductor's options. The C++ wrapper runs without the GIL.
-
-    Sets Triton autotuning although the code has no Triton kernels: its default depends on whether
-    the process sees a GPU, and is part of cache keys (torch 2.11).
-    """
+    """Inductor's options. The C++ wrapper runs without the GIL. Sets Triton autotuning although the
+    code has no Triton kernels: its default depends on whether the process sees a GPU, and is part
+    of cache keys (torch 2.11)."""
     return {
         "cpp_wrapper": True,
         "cpp.threads": max(1, torch.get_num_threads() - 1),

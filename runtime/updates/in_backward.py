@@ -8,7 +8,6 @@ is called.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,18 +31,11 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
     visible_on_disk,
 )
-from megacompile.runtime.params.work import Left
-from megacompile.runtime.updates.parameter import (
-    ParamUpdate,
-    Sources,
-    UpdateBuffers,
-    WriteBack,
-    flat,
-    update_of,
-    write_back,
-)
+from megacompile.runtime.params.work import InFlight, Left
+from megacompile.runtime.updates.on_device import Sources, UpdateBuffers, write_back
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
+from megacompile.runtime.updates.update import ParamUpdate, flat, update_of
 
 
 class InBackward:
@@ -165,13 +157,8 @@ class InBackward:
         buckets: Mapping[int, HostBucket],
     ) -> None:
         """Refuse the step of another optimizer over parameters that the backward has updated.
-
         Unknown classes are allowed: they may wrap this optimizer and call its step. If they read a
-        consumed gradient, that raises an error.
-
-        Raises:
-            OptimizerError: names such a parameter.
-        """
+        consumed gradient, that raises an error. Raises OptimizerError: names such a parameter."""
         stock = known(type(optimizer)) is not None
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -221,7 +208,7 @@ class InBackward:
 
     def offload(
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
-    ) -> WriteBack | None:
+    ) -> InFlight | None:
         """Copy new parameters and states to the host."""
         lease = None if self.staging is None else self.staging.take(host)
         shown = self.visible(host)
@@ -273,27 +260,3 @@ def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]])
         if old.get(key) != new.get(key)
     ]
     return ", ".join(changes) or "groups were added"
-
-
-# Micro-batches before the last: no step follows their backward. Only the training loop knows them.
-# `megacompile.accumulate(model)` marks them for one model. Loops that count micro-batches keep the
-# count in their own state. If it wrongly reports another backward, `optimizer.step()` updates from
-# gradients on the host, which costs time and memory; with replicas, whose sum was deferred to the
-# missing backward, it raises. So it may err on this side, but never on the other.
-
-
-class MicroSteps:
-    """Detects the backwards of one model that belong to micro-batches before the last."""
-
-    def __init__(self) -> None:
-        self.marked = False  # inside megacompile.accumulate()
-
-    @property
-    def more(self) -> bool:
-        """True if another backward comes before the step.
-
-        `Accelerator.accumulate()` sets Accelerate's `GradientState`, one per process, and so do the
-        loops of Trainer and its subclasses.
-        """
-        state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-        return self.marked or (state is not None and not state().sync_gradients)

@@ -1,5 +1,5 @@
-"""Device updates from tensors that a backward leaves on the device for `optimizer.step()`
-(`schedule.left`).
+"""Updates of buckets on the device: in the backward (`in_backward`), and in `optimizer.step()` from
+tensors that a backward left there (`schedule.left`).
 
 The host is the bottleneck of an overlapped step: AdamW moves 22 bytes of host memory per parameter.
 Meanwhile the device updates the first buckets, from gradients on the device and states fetched
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -25,22 +25,165 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.background import Background, Completion
 from megacompile.runtime.device.streams import Handle, Streams
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_state
+from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.parameter import (
-    Pairs,
+from megacompile.runtime.updates.update import (
     ParamUpdate,
-    Sources,
     Timed,
-    UpdateBuffers,
+    flat,
     fulfil_update,
-    params_back,
-    states_back,
+    laid_out_as,
 )
+
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # (device, host), both flat
+Place = Callable[[torch.Tensor], torch.Tensor]  # disk tensor -> its in-memory copy
+Sources = Mapping[int, tuple[State | None, ...]]  # parameter index -> its states on the host
+
+
+@dataclass(slots=True)
+class UpdateBuffer:
+    """One parameter's new value and states on the device, flat."""
+
+    new: torch.Tensor | None
+    """(numel,) in the host parameter's dtype; None: the update reads the streamed weights and
+    allocates it."""
+    copy: torch.Tensor | None  # (numel,) in the streamed dtype, if different
+    states: tuple[State | None, ...]  # in the rule's order
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The parameter on the device, once it exists."""
+        assert self.new is not None
+        return self.new
+
+    @property
+    def streamed(self) -> torch.Tensor:
+        """The parameters for the next forward: (numel,) in the streamed dtype."""
+        return self.value if self.copy is None else self.copy
+
+
+UpdateBuffers = dict[int, UpdateBuffer]  # by parameter index in the bucket
+
+
+def make_buffers(
+    host: HostBucket, sources: Sources, device: torch.device, *, masters: bool
+) -> UpdateBuffers:
+    """Allocate device memory for states like `sources`, and with `masters` for the parameters. The
+    dtype of the host's parameters (masters) may differ from that of the streamed ones."""
+
+    def like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(tensor.numel(), dtype=dtype or tensor.dtype, device=device)
+
+    buffers: UpdateBuffers = {}
+    for i, states in sources.items():
+        value, streamed = host.values[i], host.layout.params[i].dtype
+        buffers[i] = UpdateBuffer(
+            new=like(value) if masters else None,
+            copy=like(value, streamed) if masters and value.dtype != streamed else None,
+            states=tuple(map_state(like, state) for state in states),
+        )
+    return buffers
+
+
+def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters: bool) -> None:
+    """Copy states, and with `masters` the parameters, to the device; nothing that is unknown."""
+    known = {i: buffers[i] for i in sources.keys() & buffers.keys()}
+    for i, buffer in known.items() if masters else ():
+        buffer.value.copy_(flat(host.values[i]), non_blocking=True)
+    for on_device, on_host in states_back(known, sources):
+        on_device.copy_(on_host, non_blocking=True)
+
+
+def update(
+    host: HostBucket,
+    buffers: UpdateBuffers,
+    steps: Mapping[int, ParamUpdate],
+    gradients: Mapping[int, torch.Tensor],
+    weights: Sequence[torch.Tensor] | None,
+) -> None:
+    """Run the step in place in the buffers. If the buffers have no parameters, it reads `weights`
+    and allocates the new parameters here, as late as possible."""
+    rule: OptimizerRule | None = None  # one optimizer's
+    updates: list[Update] = []
+    for i, buffer in buffers.items():
+        step = steps[i]
+        rule = step.rule
+        like = host.values[i] if weights is None else weights[i]
+        if buffer.new is None:
+            assert weights is not None
+            buffer.new = torch.empty_like(flat(like))
+        updates.append(
+            Update(
+                param=buffer.value if weights is None else flat(weights[i]),
+                grad=flat(laid_out_as(gradients[i], like)),
+                states=buffer.states,
+                hyper=step.hyper,
+                out=None if weights is None else buffer.new,
+                copy=buffer.copy,
+                seed=step.seed,
+            )
+        )
+    if rule is not None:
+        update_bucket(rule, [u for u in updates if u.param.numel()])
+
+
+def write_back(
+    host: HostBucket,
+    buffers: UpdateBuffers,
+    sources: Sources,
+    visible: Sequence[torch.Tensor],
+    queue: torch.cuda.Stream | None,
+    place: Place | None = None,
+) -> InFlight | None:
+    """Copy new parameters and states to the host; parameters first, because they are needed next.
+    The user-visible states are guarded until the copies are done. `queue` is the copy stream; None
+    on the CPU, where the copies are synchronous."""
+    copied = None
+    try:
+        for on_device, on_host in params_back(host, buffers, place):
+            on_host.copy_(on_device, non_blocking=True)
+        params = None if queue is None else queue.record_event()
+        for on_device, on_host in states_back(buffers, sources):
+            on_host.copy_(on_device, non_blocking=True)
+        if queue is not None and params is not None:
+            copied = InFlight(queue.record_event(), weights=Completion(params))
+            copied.may_lend = not any(map(host.aliased, buffers))
+            host.pending.wait()  # earlier work in flight
+            host.pending.start(copied, list(buffers), visible)
+    except BaseException:  # Ctrl-C: copies in flight are not recorded
+        if queue is not None:
+            queue.synchronize()
+        raise
+    host.note_changes(buffers)
+    return copied
+
+
+def params_back(host: HostBucket, buffers: UpdateBuffers, place: Place | None = None) -> Pairs:
+    """New parameters on the device and their destinations."""
+    for i, buffer in buffers.items():
+        yield buffer.value, flat(host.values[i] if place is None else place(host.values[i]))
+        if host.has_copy:
+            yield buffer.streamed, flat(host.streamed[i])
+
+
+def states_back(buffers: UpdateBuffers, sources: Sources) -> Pairs:
+    """New states on the device and their destinations."""
+    for i, buffer in buffers.items():
+        for on_device, on_host in zip(buffer.states, sources[i], strict=True):
+            yield from zip(_parts(on_device), _parts(on_host), strict=True)
+
+
+def _parts(state: State | None) -> tuple[torch.Tensor, ...]:
+    """The flat tensors of a state."""
+    if state is None:
+        return ()
+    return state if isinstance(state, tuple) else (flat(state),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +257,8 @@ class _Learned:
 
 
 class DeviceUpdates:
-    """Implements the ops of schedules with device updates.
-
-    The first step of an optimizer runs on the host, because its states are unknown before it.
-    """
+    """Implements the ops of schedules with device updates. The first step of an optimizer runs on
+    the host, because its states are unknown before it."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -221,40 +362,3 @@ def _versions(
 def _ids(states: Iterable[object]) -> list[int]:
     """The identities of states' tensors; a state may be a pair of tensors."""
     return [id(t) for state in states for t in (state if isinstance(state, tuple) else (state,))]
-
-
-# Device memory that copies to the host still read: `defer_free` keeps it, `drain` frees it. Without
-# a forward that drains it, it is freed when other memory is deferred.
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """Device memory that a copy to the host may still read."""
-
-    value: Any
-    copied: torch.cuda.Event
-    owner: torch.cuda.Stream  # the memory's stream in the caching allocator
-    forget: Callable[[], None] = lambda: None  # called when it is freed
-
-    def freed(self) -> bool:
-        """True if the copy is done, after which nothing needs the memory."""
-        done = bool(self.copied.query())
-        if done:
-            self.forget()
-        return done
-
-
-class DeferredFrees:
-    """Keeps memory until the copies from it are done or awaited."""
-
-    def __init__(self) -> None:
-        self._entries: list[Deferred] = []
-
-    def add(self, entry: Deferred) -> None:
-        """Keep memory, and free entries whose copies are done."""
-        self._entries = [*(each for each in self._entries if not each.freed()), entry]
-
-    def take(self) -> list[Deferred]:
-        """Take all entries: the caller waits for the copies and frees the memory."""
-        taken, self._entries = self._entries, []
-        return taken

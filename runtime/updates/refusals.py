@@ -21,8 +21,7 @@ from megacompile.runtime.optim.rules import known, rule_of
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained
-from megacompile.runtime.updates.parameter import ParamUpdate, run_stock
-from megacompile.runtime.updates.update import BucketUpdate
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, run_stock
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
@@ -30,12 +29,8 @@ _REMEMBERED = 256  # rehearsals
 
 
 def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Refuse an optimizer whose step is incorrect for sharded parameters.
-
-    Raises:
-        OptimizerError: it computes with whole parameters, and its own step does not support
-            DTensors.
-    """
+    """Refuse an optimizer whose step is incorrect for sharded parameters. Raises OptimizerError: it
+    computes with whole parameters, and its own step does not support DTensors."""
     kind = known(type(optimizer))
     # transformers' Adafactor and its copies create plain tensors, which do not mix with DTensors
     foreign = kind is None and any(c.__name__ == "Adafactor" for c in type(optimizer).__mro__)
@@ -56,10 +51,7 @@ def check(
     found: Mapping[int, Sequence[Trained]],
 ) -> None:
     """Refuse options and states that the update of these parameters (by bucket key) would reject.
-
-    Raises:
-        OptimizerError: an option of a group, or a state of a parameter, is invalid.
-    """
+    Raises OptimizerError: an option of a group, or a state of a parameter, is invalid."""
     groups = {id(each.group): each.group for trained in found.values() for each in trained}
     check_options(where, optimizer, groups.values())
     rule = rule_of(optimizer)
@@ -92,12 +84,9 @@ def _is_usual(
 
 
 def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> None:
-    """Refuse options and states that a backward's updates would reject, before the first update:
-    in all buckets of the model, because other captured graphs may be part of the backward.
-
-    Raises:
-        OptimizerError: as in `check`, or a parameter is not in the optimizer.
-    """
+    """Refuse options and states that a backward's updates would reject, before the first update: in
+    all buckets of the model, because other captured graphs may be part of the backward. Raises
+    OptimizerError: as in `check`, or a parameter is not in the optimizer."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found: dict[int, list[Trained]] = {}
     for key, bucket in buckets.items():
@@ -120,11 +109,8 @@ def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> N
 
 
 def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-    """Raise if an update does not support a parameter group's options.
-
-    Raises:
-        OptimizerError: names the group and the option.
-    """
+    """Raise if an update does not support a parameter group's options. Raises OptimizerError: names
+    the group and the option."""
     kind = known(type(optimizer))
     assert kind is not None
     for group in groups:

@@ -27,8 +27,8 @@ import torch
 from megacompile.errors import DiskError, OptimizerError
 from megacompile.ir.plan import Plan
 from megacompile.runtime.device.background import OVER, Completion
-from megacompile.runtime.device.buffers import DiskBuffer
-from megacompile.runtime.device.pool import Buffer, HostBudget, Lease, Lender
+from megacompile.runtime.device.buffers import DiskBuffer, HostBudget
+from megacompile.runtime.device.pool import Buffer, Lease, Lender
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk import Disk, FileSpan, Request, Way
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -69,12 +69,8 @@ class BucketLease(Lease):
         return [place.span(functools.partial(self.place, i)) for i, place in enumerate(self.places)]
 
     def wait(self) -> None:
-        """Wait until the buffer is filled.
-
-        Raises:
-            OptimizerError: the previous update, its write, or the run that requested the lease
-                failed.
-        """
+        """Wait until the buffer is filled. Raises OptimizerError: the previous update, its write,
+        or the run that requested the lease failed."""
         try:
             super().wait()
         except Exception:
@@ -103,13 +99,9 @@ class BucketLease(Lease):
 
 
 class BucketBuffers(Lender):
-    """A fixed number of buffers for leases of one kind, lent in order.
-
-    Each fits the largest bucket from the start: growing a buffer would need the memory of both,
-    because the old one may still be in use.
-
-    `what` names the buffers' content in errors; for the others see `Lender`.
-    """
+    """A fixed number of buffers for leases of one kind, lent in order. Each fits the largest bucket
+    from the start: growing a buffer would need the memory of both, because the old one may still be
+    in use. `what` names the buffers' content in errors; for the others see `Lender`."""
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
         super().__init__(name, device, budget)
@@ -131,11 +123,8 @@ class BucketBuffers(Lender):
             self.count += 1
 
     def reserve(self) -> None:
-        """Allocate all missing buffers before a step changes anything.
-
-        Raises:
-            HostMemoryError: too little host memory.
-        """
+        """Allocate all missing buffers before a step changes anything. Raises HostMemoryError: too
+        little host memory."""
         if (wanted := (self.count, self.size_bytes)) == self._reserved or not self.size_bytes:
             return
         self._thread.call(self._reserve)
@@ -209,16 +198,7 @@ class BucketBuffers(Lender):
     def _lend(self, *new: BucketLease) -> None:
         self._waiting += new
         while self._waiting and self._free:
-            lease = self._waiting[0]
-            try:
-                for work in lease.after:
-                    work.wait()
-                lease.buffer = self._take(lease)
-            except BaseException as error:
-                lease.read.call_off(error)
-            else:
-                lease.read.begin()
-            lease.after = ()
+            self._read(self._waiting[0], self._waiting[0].read)
             self._waiting.popleft()
 
     def _reserve(self) -> None:
@@ -236,8 +216,8 @@ class BucketBuffers(Lender):
             self._free[at] = buffer = self._new(max(size_bytes, self.size_bytes), what)
         return buffer
 
-    def _take(self, lease: BucketLease) -> Buffer:
-        """A free buffer, preferably one that no copy uses."""
+    def _place(self, lease: BucketLease) -> None:
+        """Take a free buffer, preferably one that no copy uses."""
         free = (i for i, b in enumerate(list(self._free)) if b is None or b.used.done())
         at = next(free, 0)  # `require` adds to its end
         del free  # it holds the buffers
@@ -245,7 +225,7 @@ class BucketBuffers(Lender):
         buffer = self._fitting(at, lease.size_bytes, what)
         buffer.used.wait()
         del self._free[at]
-        return buffer
+        lease.buffer = buffer
 
 
 class Staging:
@@ -267,11 +247,8 @@ class Staging:
 
     def reserve(self, hosts: Iterable[HostBucket]) -> None:
         """Allocate the memory for an update of these buckets before it changes anything. Plans that
-        were made before the optimizer was known may have reserved too little.
-
-        Raises:
-            HostMemoryError: too little host memory; nothing has changed.
-        """
+        were made before the optimizer was known may have reserved too little. Raises
+        HostMemoryError: too little host memory; nothing has changed."""
         sizes = [sum(map(len, host.states.on_disk())) for host in hosts]
         if any(sizes):
             self.states.size_bytes = max(self.states.size_bytes, *sizes)

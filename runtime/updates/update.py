@@ -26,27 +26,127 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from megacompile import compat
 from megacompile.cost.optimizer import LEAST_HELPED
+from megacompile.errors import OptimizerError
 from megacompile.ir import ops
-from megacompile.runtime.optim.rule import OptimizerRule, Update, map_state
+from megacompile.runtime.device.background import fulfil
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_state
 from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import apply, update_bucket
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.updates.compiled import compiled, kind_of
-from megacompile.runtime.updates.on_device import UpdateOffer
-from megacompile.runtime.updates.parameter import (
-    ParamUpdate,
-    flat,
-    run_stock,
-    run_stock_on_device,
-    update_of,
-)
+
+
+@dataclass(eq=False, slots=True)
+class ParamUpdate:
+    """The update of one parameter, recorded when `optimizer.step()` is called."""
+
+    index: int  # in its bucket
+    grad: torch.Tensor
+    scale: float  # of the gradient
+    group: dict[str, Any]  # the parameter group's options at that time, for torch.optim's own step
+    states: dict[str, Any]  # name -> tensor, or (codes, absmax)
+    rule: OptimizerRule | None = None
+    hyper: Sequence[float] = ()
+    seed: int | None = None
+    intact: bool = False  # the gradient is unchanged since the backward, except for the scale
+    factor: torch.Tensor | None = None  # 0-d, another factor of the gradient of a RESIDENT bucket
+
+    def in_order(self) -> tuple[State | None, ...]:
+        """The states in the rule's order."""
+        assert self.rule is not None
+        return tuple(self.states.get(moment.name) for moment in self.rule.moments)
+
+
+def run_stock(
+    kind: type[Optimizer], steps: Sequence[ParamUpdate], params: dict[int, torch.Tensor]
+) -> None:
+    """One step of an optimizer of `kind` on `params`; new states are stored in `step.states`."""
+    groups = []
+    for step in steps:
+        param = params[step.index]
+        grad = step.grad.to(param.dtype)
+        param.grad = grad if step.scale == 1.0 else grad * step.scale
+        groups.append({**step.group, "params": [param]})
+    make: Any = kind
+    shadow = make(groups)
+    for step in steps:
+        if step.states:
+            shadow.state[params[step.index]].update(step.states)
+    compat.step_without_hooks(shadow)
+    for step in steps:
+        params[step.index].grad = None
+        step.states.update(shadow.state[params[step.index]])
+
+
+def run_stock_on_device(
+    kind: type[Optimizer],
+    step: ParamUpdate,
+    param: torch.Tensor,  # on the host
+    device: torch.device,
+) -> None:
+    """One step of an optimizer of `kind` on copies of a parameter and its states on a device."""
+
+    def moved(name: str, value: Any) -> Any:
+        if name == "step" or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, non_blocking=True)
+
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        on_device = moved("", param)
+        states = {name: moved(name, value) for name, value in step.states.items()}
+        copy = replace(step, grad=moved("", step.grad), states=states)
+        run_stock(kind, [copy], {step.index: on_device})
+        param.copy_(on_device, non_blocking=True)
+        for name, value in copy.states.items():
+            on_host = step.states.get(name)
+            if isinstance(on_host, torch.Tensor):
+                on_host.copy_(value, non_blocking=True)
+            else:  # created by the first step
+                step.states[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+        if stream is not None:
+            stream.synchronize()
+
+
+def update_of(
+    host: HostBucket,
+    step: ParamUpdate,
+    gradient: torch.Tensor,
+    lay: Callable[[torch.Tensor], torch.Tensor],
+) -> Update:
+    """The update of a parameter in its place, by rule, with `lay` applied to its tensors."""
+    value = host.values[step.index]
+    return Update(
+        param=lay(value),
+        grad=lay(laid_out_as(gradient, value)),
+        states=tuple([lay(s) if isinstance(s, torch.Tensor) else s for s in step.in_order()]),
+        hyper=step.hyper,
+        copy=lay(host.streamed[step.index]) if host.has_copy else None,
+        seed=step.seed,
+        factor=step.factor,
+    )
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in memory order: (numel,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides of another tensor of the same shape."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
 
 
 class UpdateBackend(enum.Enum):
@@ -66,19 +166,17 @@ class UpdateBackend(enum.Enum):
 class UpdatePlace(enum.Enum):
     """The place where an update runs; see the module's docstring."""
 
-    HOST = "on the host"
-    DEVICE = "on the device"
-    RESIDENT = "on the device, resident"
-    BACKWARD = "in the backward"
+    HOST = "on the host", ops.update_host
+    DEVICE = "on the device", ops.update
+    RESIDENT = "on the device, resident", ops.update_resident
+    BACKWARD = "in the backward", None
+
+    def __init__(self, said: str, op: Callable[..., Any] | None) -> None:
+        self.said = said
+        self.op = op  # of an update graph
 
 
 _NOTHING = frozenset((type(None),))  # as the class of each of a parameter's states
-
-_OPS: dict[UpdatePlace, Callable[..., Any]] = {
-    UpdatePlace.HOST: ops.update_host,
-    UpdatePlace.DEVICE: ops.update,
-    UpdatePlace.RESIDENT: ops.update_resident,
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +201,7 @@ class BucketUpdate:
     aliased: bool = False  # True if its memory has an alias that cannot be guarded
     first: list[ParamUpdate] = field(default_factory=list)
     """The steps whose states torch.optim's own first step will create."""
-    left: UpdateOffer | None = None  # the offer that the backward left on the device
+    left: Any = None  # the `UpdateOffer` that the backward left on the device
     _values: dict[int, torch.Tensor] = field(default_factory=dict)  # for parameters from a disk
 
     @property
@@ -114,14 +212,14 @@ class BucketUpdate:
         return rule
 
     @property
-    def op(self) -> Callable[..., Any]:
+    def op(self) -> Callable[..., Any] | None:
         """The op of an update graph that runs it."""
-        return _OPS[self.place]
+        return self.place.op
 
     @property
     def said(self) -> str:
         """The user-visible name of the backend, or of the place if it is the device."""
-        return self.backend.said if self.place is UpdatePlace.HOST else self.place.value
+        return self.backend.said if self.place is UpdatePlace.HOST else self.place.said
 
     def drop(self) -> None:
         """Drop the tensors that the backward left on the device; the host updates instead."""
@@ -141,9 +239,7 @@ class BucketUpdate:
             return []
         new = [s for s in self.steps if _NOTHING.issuperset(map(type, s.states.values()))]
         kind = known(self.kind) if new else None
-        if kind is None or not any(kind.has_states(step.group) for step in new):
-            return []
-        return new
+        return new if kind and any(kind.has_states(step.group) for step in new) else []
 
     def __call__(self) -> None:
         with torch.no_grad():
@@ -167,11 +263,9 @@ class BucketUpdate:
                 bucket.streamed[step.index].copy_(bucket.values[step.index])
 
     def prepare(self, done: dict[object, bool]) -> None:
-        """Find the runs and their code, in the thread that calls `optimizer.step()`.
-
-        Until code is compiled, the eager twin runs. `done` caches which kinds of updates have code
-        in this step, so that it does not change within the step.
-        """
+        """Find the runs and their code, in the thread that calls `optimizer.step()`. Until code is
+        compiled, the eager twin runs. `done` caches which kinds of updates have code in this step,
+        so that it does not change within the step."""
         if self.place is UpdatePlace.HOST and self.backend.by_rule:
             self.runs = self._runs()
         for update in self.runs if self.backend is UpdateBackend.COMPILED else ():
@@ -192,11 +286,9 @@ class BucketUpdate:
 
     def suits_chunks(self) -> bool:
         """True if the device can update it in chunks and the transfer pays off. Valid after
-        preparation.
-
-        All tensors must be in the bucket's page-locked memory, not on a disk. Stochastic rounding
-        is excluded, because it depends on the position in the whole parameter.
-        """
+        preparation. All tensors must be in the bucket's page-locked memory, not on a disk.
+        Stochastic rounding is excluded, because it depends on the position in the whole
+        parameter."""
         return (
             not self.foreign
             and all(update.seed is None for update in self.runs)
@@ -234,7 +326,9 @@ class BucketUpdate:
             elif numel:
                 runs.append((update, numel))
         return [
-            update if update.param.numel() == numel else _spanned(bucket, update, numel)
+            update
+            if update.param.numel() == numel
+            else update.map(lambda _, tensor, numel=numel: bucket.span(tensor, numel))
             for update, numel in runs
         ]
 
@@ -272,20 +366,44 @@ def _reach(first: Update, numel: int, second: Update) -> int:
         strict=True,
     )
     for a, b in pairs:
-        if a is None and b is None:
-            continue
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype:
-            return 0
-        if b.data_ptr() - a.data_ptr() != elements * a.itemsize:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.dtype != b.dtype or b.data_ptr() - a.data_ptr() != elements * a.itemsize:
+                return 0
+        elif a is not b:  # None
             return 0
     return elements + second.param.numel()
-
-
-def _spanned(bucket: HostBucket, first: Update, numel: int) -> Update:
-    return first.map(lambda _, tensor: bucket.span(tensor, numel))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's elements in memory order. Returns a contiguous tensor itself: that is faster
     than a view."""
     return tensor if tensor.is_contiguous() else flat(tensor)
+
+
+# Work on threads after `optimizer.step()` has returned: host updates, and copies of device results
+# to the host.
+
+Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): runs work and records its times
+
+
+def untimed(lane: str, work: Callable[[], None]) -> None:
+    """Run work without recording its times."""
+    del lane
+    work()
+
+
+def fulfil_update(future: Future[None], name: str, work: Callable[[], None]) -> None:
+    """Run `work`, which updates the bucket `name` or copies its new values to the host. The
+    future's error is an `OptimizerError`."""
+
+    def update() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raise OptimizerError(
+                f"optimizer.step(): the update of {name!r} failed in the background with "
+                f"{type(error).__name__}: {error}; its parameters and states are half updated: "
+                "load a checkpoint"
+            ) from error
+
+    fulfil(future, update)

@@ -30,9 +30,14 @@ from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.work import InFlight
-from megacompile.runtime.updates.parameter import Timed, fulfil_update, untimed
 from megacompile.runtime.updates.staging import BucketLease
-from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend
+from megacompile.runtime.updates.update import (
+    BucketUpdate,
+    Timed,
+    UpdateBackend,
+    fulfil_update,
+    untimed,
+)
 from megacompile.views.recorder import Recording
 from megacompile.views.timeline import DEVICE, HOST
 
@@ -58,10 +63,8 @@ class ChunkStreams:
 
 class Chunks:
     """Buffers on the device for the chunks of some updates, no larger than the largest of them.
-
     Allocated by the compute thread, so that the memory belongs to the compute stream; used by one
-    other thread.
-    """
+    other thread."""
 
     def __init__(self, streams: ChunkStreams, updates: Iterable[Update]) -> None:
         self.streams = streams
@@ -77,11 +80,8 @@ class Chunks:
 
     @torch.no_grad()
     def update(self, rule: OptimizerRule, updates: Iterable[Update]) -> None:
-        """Run updates of flat tensors in page-locked host memory and wait for completion.
-
-        The first chunk of an update is fetched while the last chunks of the previous one are copied
-        back.
-        """
+        """Run updates of flat tensors in page-locked host memory and wait for completion. The first
+        chunk of an update is fetched while the last chunks of the previous one are copied back."""
         parts = (chunk for whole in updates for chunk in _chunks(whole, self.buffer_bytes))
         ends: list[torch.cuda.Event | None] = [None] * len(self.buffers)
         with torch.cuda.device(self.device):
@@ -201,11 +201,8 @@ class Pace:
         self._learned = True
 
     def begin(self) -> None:
-        """Start a step.
-
-        If the last step measured nothing, the estimate decays, because the last update may have
-        been slow by chance. It never drops below the fastest time.
-        """
+        """Start a step. If the last step measured nothing, the estimate decays, because the last
+        update may have been slow by chance. It never drops below the fastest time."""
         if not self._learned:
             for backend, each in tuple(self._last.items()):
                 self._last[backend] = max(_DOUBT * each, self._best[backend])
@@ -278,10 +275,8 @@ class Workers:
         self._host.submit(self._by_host)
 
     def help(self, futures: Collection[Future[None]]) -> None:
-        """Update queued buckets on the device if possible, in order.
-
-        Called by the compute thread, whose stream owns the memory.
-        """
+        """Update queued buckets on the device if possible, in order. Called by the compute thread,
+        whose stream owns the memory."""
         # read the runs now: a worker takes them from its job
         updates = [
             update

@@ -26,8 +26,8 @@ from megacompile.host_memory import PAGE_LOCKS, PageLocks
 from megacompile.ir.buckets import Slot
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.pool import OnHost
 from megacompile.runtime.device.ranks import checksum
-from megacompile.runtime.device.saved import OnHost
 from megacompile.runtime.device.streams import DeviceSlots
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.work import Fill

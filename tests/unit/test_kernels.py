@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim import blockwise, table
+from megacompile.runtime.optim import blockwise
+from megacompile.runtime.optim import rule as table
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.optim.twin import apply, seed_of

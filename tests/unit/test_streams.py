@@ -247,7 +247,7 @@ def test_every_loop_drains_what_was_deferred(monkeypatch: pytest.MonkeyPatch) ->
     streams = Played(machine)
 
     def deferred() -> list[Any]:
-        return list(machine.deferred._entries)
+        return list(machine.deferred)
 
     drained: list[Any] = []  # the copies that computes of the last forward waited for
 
