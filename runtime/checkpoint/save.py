@@ -77,35 +77,146 @@ def save(
         model = megacompile(model_on_meta, checkpoint="checkpoint")
     """
     path = Path(folder)
-    savers = Savers(model, path)
-    with savers.together():
+    saving = _Saving(model, path)
+    with saving.together():
         library()
         limit = parse_bytes("max_shard_size", max_shard_size, 0)
         if limit < 1:
             raise OptionError(
                 f"save(): got max_shard_size={max_shard_size!r}; needed at least 1 byte"
             )
-        tensors = _tensors(model, savers)
-        shards = _shards(tensors.looks, limit)
-    with savers.writing():
-        if savers.writes:
+        saving.look()
+        shards = _shards(saving.looks, limit)
+    with saving.writing():
+        if saving.writes:
             path.mkdir(parents=True, exist_ok=True)
             _clear(path)
-            free, needed = shutil.disk_usage(path).free, _total_bytes(tensors.looks) + _HEADER_BYTES
+            free, needed = shutil.disk_usage(path).free, _total_bytes(saving.looks) + _HEADER_BYTES
             if free < needed:
                 raise OSError(f"{format_bytes(needed)} needed, {format_bytes(free)} free")
     try:
         for file, names in shards.items():
-            _write(path / (file + INCOMPLETE), names, tensors, savers)
-        with savers.writing():
-            if savers.writes:
-                _write_index(path, shards, tensors)
+            _write(path / (file + INCOMPLETE), names, saving)
+        with saving.writing():
+            if saving.writes:
+                _write_index(path, shards, saving.looks)
                 _write_configs(model, path / _CONFIGS)
                 _publish(path, shards)
     except Exception:
-        if savers.writes:
+        if saving.writes:
             _clear(path)
         raise
+
+
+class _Saving:
+    """One save: the processes that make it, and the tensors of the checkpoint.
+
+    Ranks that share the model gather the tensors one by one. The first rank writes them and reports
+    its errors to all, so that no rank waits for it. Converted tensors (such as experts that the
+    model merges) are computed from one tensor of the model at a time if possible, otherwise from
+    all of them at once.
+    """
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        sharded = next(filter(compat.is_sharded, model.parameters()), None)
+        self._ranks = None if sharded is None else ranks_of(sharded)
+        self._model, self._path = model, path
+        self.writes = self._ranks is None or self._ranks.is_first  # True if this process writes
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._source: dict[str, str] = {}  # a converted tensor's name -> the model's
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        # the checkpoint's tensors; on meta if they are computed one by one
+        self.looks: dict[str, torch.Tensor] = {}
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context; an error in one rank raises in all of them."""
+        what = f"save() of {type(self._model).__name__}"
+        return nullcontext() if self._ranks is None else self._ranks.together(what)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """`together`, for work in the folder, whose errors become `CheckpointError`."""
+        with self.together():
+            try:
+                yield
+            except Exception as error:
+                raise CheckpointError(
+                    f"save(): folder {self._path} cannot be written ({error}); no new checkpoint "
+                    "was saved; free space on the disk, or save elsewhere"
+                ) from error
+
+    def look(self) -> None:
+        """Find the tensors to save, each once.
+
+        Raises:
+            CheckpointError: some are on meta or no tensors; or parameters are sharded, and all
+                would have to be gathered at once.
+        """
+        model, tensors = self._model, self._tensors
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise CheckpointError(
+                f"save(): {type(model).__name__} has tensors on the meta device, which have no "
+                "values; needed a model in memory; save it after megacompile()"
+            )
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        # with keep_vars, no hook on state dicts gathers sharded parameters (`model.loops`):
+        # ranks gather them one by one
+        for name, value in model.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"save(): {type(model).__name__}.{name} is {type(value).__name__}; safetensors "
+                    "stores only tensors; use torch.save(model.state_dict(), file)"
+                )
+            found.setdefault(id(value), (name, value.detach()))  # waits for updates in flight
+        every = dict(found.values())
+        names = hugging_face.left_in(model, every, "_keys_to_ignore_on_save")
+        tensors.update({name: every[name] for name in names})
+        self.looks = dict(tensors)
+        if not hugging_face.is_pretrained(model):
+            return
+        metas = {
+            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for name, t in tensors.items()
+        }
+        at_once = hugging_face.reverted(model, metas)
+        if all(made is metas.get(name) for name, made in at_once.items()):
+            return
+        self.looks = {}
+        for name, meta in metas.items():
+            if at_once.get(name) is meta:
+                self.looks[name] = tensors[name]
+            else:
+                made = hugging_face.reverted(model, {name: meta})
+                self.looks |= made
+                self._source |= dict.fromkeys(made, name)
+        if _described(self.looks) != _described(at_once):  # some are computed from several
+            if self._ranks is not None:
+                raise CheckpointError(
+                    f"save(): checkpoints of {type(model).__name__} have tensors that are computed "
+                    "from several parameters, and ranks that share it (mesh=) gather one at a "
+                    "time; save with torch.distributed.checkpoint"
+                )
+            self._source, self.looks = {}, hugging_face.reverted(model, dict(tensors))
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor of the checkpoint. `looks` lists those from one tensor of the model
+        consecutively, so they are computed once."""
+        source = self._source.get(name)
+        if self._last[0] != source:
+            self._last = ("", {})  # free its memory before the next conversion
+        if source is None:
+            return self._whole(self.looks[name])
+        if not self._last[0]:
+            gathered = {source: self._whole(self._tensors[source])}
+            self._last = (source, hugging_face.reverted(self._model, gathered))
+        return self._last[1][name]
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a sharded tensor, which is a collective; returns any other tensor unchanged."""
+        if not compat.is_sharded(tensor):
+            return tensor
+        assert self._ranks is not None, "a sharded tensor in a model without ranks"
+        return self._ranks.all_of(tensor)
 
 
 def _clear(path: Path) -> None:
@@ -113,30 +224,6 @@ def _clear(path: Path) -> None:
     shutil.rmtree(path / _CONFIGS, ignore_errors=True)
     for left in path.glob("*" + INCOMPLETE):
         left.unlink()
-
-
-def _tensors(model: nn.Module, savers: Savers) -> Saved:
-    """The tensors to save, by name; each once."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise CheckpointError(
-            f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
-            "needed a model in memory; save it after megacompile()"
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    # with keep_vars, no hook on state dicts gathers sharded parameters (`model.loops`):
-    # ranks gather them one by one
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"save(): {type(model).__name__}.{name} is {type(value).__name__}; safetensors "
-                "stores only tensors; use torch.save(model.state_dict(), file)"
-            )
-        if id(value) not in seen:
-            seen.add(id(value))
-            tensors[name] = value.detach()  # waits for updates in flight
-    names = hugging_face.left_in(model, tensors, "_keys_to_ignore_on_save")
-    return Saved(model, {name: tensors[name] for name in names}, savers)
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Shards:
@@ -160,27 +247,27 @@ def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _write(path: Path, names: list[str], saved: Saved, savers: Savers) -> None:
+def _write(path: Path, names: list[str], saving: _Saving) -> None:
     """Write one file under a name that readers ignore, and sync it to the disk. The library needs
     all tensors of a file at once, but ranks that share a model gather only one at a time. Format:
     https://huggingface.co/docs/safetensors"""
     writer: BinaryIO | None = None
     starts: dict[str, int] = {}
     with ExitStack() as stack:
-        with savers.writing():
-            if savers.writes:
-                header, starts = _header({name: saved.looks[name] for name in names})
+        with saving.writing():
+            if saving.writes:
+                header, starts = _header({name: saving.looks[name] for name in names})
                 writer = stack.enter_context(path.open("wb", buffering=0))
                 _put(writer, 0, header)
         for name in names:
-            tensor = saved.get(name)
-            with savers.writing():
+            tensor = saving.get(name)
+            with saving.writing():
                 if writer is not None and tensor.numel():
                     flat = tensor.detach().cpu().contiguous().reshape(-1)
                     _put(writer, starts[name], flat.view(torch.uint8).numpy())
                     del flat
             del tensor  # before the next one is gathered
-        with savers.writing():
+        with saving.writing():
             if writer is not None:
                 os.fsync(writer.fileno())
 
@@ -213,10 +300,10 @@ def _put(file: BinaryIO, at: int, data: Any) -> None:
         left = left[written:]
 
 
-def _write_index(path: Path, shards: Shards, tensors: Saved) -> None:
+def _write_index(path: Path, shards: Shards, tensors: Mapping[str, torch.Tensor]) -> None:
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": _total_bytes(tensors.looks)},
+            "metadata": {"total_size": _total_bytes(tensors)},
             "weight_map": {name: file for file, names in shards.items() for name in names},
         }
         draft = path / (_INDEX + INCOMPLETE)
@@ -273,97 +360,6 @@ def _write_configs(model: Any, folder: Path) -> None:
     for file in folder.iterdir():
         _sync(file)
     _sync(folder)
-
-
-class Savers:
-    """The processes that save a model: one, or the ranks that share it; each rank creates one. All
-    ranks gather the tensors one by one. The first rank writes them and reports its errors to all,
-    so that no rank waits for it."""
-
-    def __init__(self, model: nn.Module, path: Path) -> None:
-        sharded = next(filter(compat.is_sharded, model.parameters()), None)
-        self._ranks = None if sharded is None else ranks_of(sharded)
-        self._what = f"save() of {type(model).__name__}"
-        self._path = path
-        self.writes = self._ranks is None or self._ranks.is_first  # True if this process writes
-
-    def together(self) -> AbstractContextManager[None]:
-        """A context; an error in one rank raises in all of them."""
-        return nullcontext() if self._ranks is None else self._ranks.together(self._what)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """`together`, for work in the folder, whose errors become `CheckpointError`."""
-        with self.together():
-            try:
-                yield
-            except Exception as error:
-                raise CheckpointError(
-                    f"save(): folder {self._path} cannot be written ({error}); no new checkpoint "
-                    "was saved; free space on the disk, or save elsewhere"
-                ) from error
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a sharded tensor, which is a collective; returns any other tensor unchanged."""
-        if not compat.is_sharded(tensor):
-            return tensor
-        assert self._ranks is not None, "a sharded tensor in a model without ranks"
-        return self._ranks.all_of(tensor)
-
-
-class Saved:
-    """A model's tensors in the form of its checkpoints, computed on demand. Converted tensors (such
-    as experts that the model merges) are computed from one tensor of the model at a time if
-    possible, otherwise from all of them at once. Raises CheckpointError: the parameters are
-    sharded, and all would have to be gathered at once."""
-
-    def __init__(
-        self, model: nn.Module, tensors: Mapping[str, torch.Tensor], savers: Savers
-    ) -> None:
-        self._model = model
-        self._tensors = tensors
-        self._whole = savers.whole
-        self._source: dict[str, str] = {}  # a converted tensor's name -> the model's
-        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        self.looks = dict(tensors)  # the checkpoint's tensors; on meta if they are computed
-        if not hugging_face.is_pretrained(model):
-            return
-        metas = {
-            name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            for name, t in tensors.items()
-        }
-        at_once = hugging_face.reverted(model, metas)
-        if all(made is metas.get(name) for name, made in at_once.items()):
-            return
-        self.looks = {}
-        for name, meta in metas.items():
-            if at_once.get(name) is meta:
-                self.looks[name] = tensors[name]
-            else:
-                made = hugging_face.reverted(model, {name: meta})
-                self.looks |= made
-                self._source |= dict.fromkeys(made, name)
-        if _described(self.looks) != _described(at_once):  # some are computed from several
-            if any(map(compat.is_sharded, tensors.values())):
-                raise CheckpointError(
-                    f"save(): checkpoints of {type(model).__name__} have tensors that are computed "
-                    "from several parameters, and ranks that share it (mesh=) gather one at a "
-                    "time; save with torch.distributed.checkpoint"
-                )
-            self._source, self.looks = {}, hugging_face.reverted(model, dict(tensors))
-
-    def get(self, name: str) -> torch.Tensor:
-        """One tensor of the checkpoint. `looks` lists those from one tensor of the model
-        consecutively, so they are computed once."""
-        source = self._source.get(name)
-        if self._last[0] != source:
-            self._last = ("", {})  # free its memory before the next conversion
-        if source is None:
-            return self._whole(self.looks[name])
-        if not self._last[0]:
-            gathered = {source: self._whole(self._tensors[source])}
-            self._last = (source, hugging_face.reverted(self._model, gathered))
-        return self._last[1][name]
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> object:

@@ -2,7 +2,7 @@
 
     m, s  = max_c z_c, sum_c exp(z_c - m)    in one pass (Milakov and Gimelshein, 2018, "Online
     lse   = m + log s                         normalizer calculation for softmax")
-    dz_c  = (a + b w) exp(z_c - lse) - b w_c - a [c = t]
+    dz_c  = (a + b w) exp(z_c - lse) - b - a [c = t]       w: the number of classes
 
 One program per row: it reads the row twice, the second time mostly from the L2 cache, and writes it
 once. The twin is `normalize_plain` in runtime/ops/head.py. float32 arithmetic; logits
@@ -35,7 +35,7 @@ def normalize_rows(
     gradient: bool,
     block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """lse, and with `smooth` the weighted sum of the logits, (rows,) fp32 each. With `gradient` the
+    """lse, and with `smooth` the sum of the logits, (rows,) fp32 each. With `gradient` the
     logits become their gradient."""
     logits = chunk.logits
     assert logits.stride(1) == 1, "rows of the chunk's own buffer"
@@ -50,13 +50,11 @@ def normalize_rows(
             a,
             b,
             scale,
-            chunk.class_weight,
             lse,
             weighted,
             logits.stride(0),
             logits.shape[1],
             SMOOTH=smooth,
-            WEIGHTED=chunk.class_weight is not None,
             GRADIENT=gradient,
             BLOCK=block,
             num_warps=_WARPS,
@@ -71,13 +69,11 @@ def _normalize_rows(
     a,
     b,
     scale,  # (rows,) fp32: a + b w
-    class_weight,  # (classes,) fp32
     lse,  # (rows,) fp32
     weighted,  # (rows,) fp32
     stride,
     classes,
     SMOOTH: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -97,10 +93,7 @@ def _normalize_rows(
         total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
         largest = new
         if SMOOTH:
-            terms = tl.where(inside, x, 0.0)
-            if WEIGHTED:
-                terms *= tl.load(class_weight + index, mask=inside, other=0.0)
-            sums += terms
+            sums += tl.where(inside, x, 0.0)
     log_sum = largest + tl.log(total)
     tl.store(lse + row, log_sum)
     if SMOOTH:
@@ -116,11 +109,7 @@ def _normalize_rows(
             x = tl.load(z + index, mask=inside, other=float("-inf")).to(tl.float32)
             gradient = factor * tl.exp(x - log_sum)
             if SMOOTH:
-                if WEIGHTED:
-                    weight = tl.load(class_weight + index, mask=inside, other=0.0)
-                    gradient -= of_class * weight
-                else:
-                    gradient -= of_class
+                gradient -= of_class
             gradient = tl.where(index == here, gradient - of_target, gradient)
             rounded = round_nearest(gradient, DTYPE)
             tl.store(z + index, rounded, mask=inside)

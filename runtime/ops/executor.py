@@ -68,7 +68,11 @@ class Executor:
         stay = schedule.reused if schedule.backward is None else ()
         self._stay_from = min((i for i, _ in stay), default=None)
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
-        self.updates = _updates(schedule)
+        # the op that updates each bucket, by key
+        self.updates: dict[int, Callable[..., Any]] = {}
+        if schedule.update is not None:
+            nodes = ops.nodes_that(schedule.update, lambda op: op.is_update)
+            self.updates = {ops.arguments(node)[0].key: node.target for node in nodes}  # type: ignore[misc]
         if machine.staging is not None:
             machine.staging.require(schedule.plan, machine.buckets.values())
         kinds = schedule.graphs.items() if machine.ranks is not None else ()
@@ -86,21 +90,20 @@ class Executor:
         if bound.recording is None and not compat.profiler_enabled():
             return self._run[name]
         if name not in self._recorded:
-            each = {op.name: recorded(bound, op) for op in ops.OPS.values()}
-            self._recorded[name] = self._with_ops(name, each)
+            self._recorded[name] = self._compile(name, recorded)
         return self._recorded[name]
 
-    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
-        bound = self._bound[name]
-        return self._with_ops(name, {op.name: getattr(bound, op.name) for op in ops.OPS.values()})
-
-    def _with_ops(self, name: str, each: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """A graph's code, with these functions as its ops, by name."""
+    def _compile(
+        self, name: str, bind: Callable[[BoundOps, ops.Op], Callable[..., Any]] | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """A graph's code; its ops are the methods of `BoundOps`, or what `bind` makes of them."""
         bound, source = self._bound[name], python.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         weakref.finalize(self, linecache.cache.pop, filename, None)
-        namespace: dict[str, Any] = {**each}
+        namespace: dict[str, Any] = {
+            op.name: bind(bound, op) if bind else getattr(bound, op.name) for op in ops.OPS.values()
+        }
         namespace |= {"wait": bound.wait, **python.names(self.schedule)}
         exec(compile(source, filename, "exec"), namespace)
         function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
@@ -266,14 +269,6 @@ def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found[f"constant {id(value)}"] = value
     return found
-
-
-def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
-    """The op that updates each bucket, by key."""
-    if schedule.update is None:
-        return {}
-    nodes = ops.nodes_that(schedule.update, lambda op: op.is_update)
-    return {ops.arguments(node)[0].key: node.target for node in nodes}  # type: ignore[misc]
 
 
 def _alone(outputs: Sequence[Any]) -> list[Any]:

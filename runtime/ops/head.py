@@ -116,10 +116,11 @@ def rows(
     a, b = weight * (1 - label_smoothing), one * (label_smoothing / classes)
     # On CUDA gather checks the targets; the kernel does not.
     of_target = logits.gather(1, target[:, None])[:, 0].to(dtype)
-    normalize = normalize_plain
-    if logits.is_cuda and dtype == torch.float32 and importlib.util.find_spec("triton"):
+    normalize, smooth = normalize_plain, label_smoothing != 0
+    simple = dtype == torch.float32 and not (smooth and class_weight is not None)
+    if logits.is_cuda and simple and importlib.util.find_spec("triton"):
         from megacompile.runtime.ops.cross_entropy_kernel import normalize_rows as normalize
-    lse, weighted = normalize(chunk, a, b, smooth=label_smoothing != 0, gradient=gradient)
+    lse, weighted = normalize(chunk, a, b, smooth=smooth, gradient=gradient)
     losses = a * (lse - of_target)
     if weighted is not None:  # without smoothing a logit may be -inf: 0 * inf is not 0
         losses = losses + b * (chunk.weight_sum * lse - weighted)

@@ -166,9 +166,7 @@ def load_state(
     table,
     COLUMN: tl.constexpr,  # of the state or its codes
     ABSMAX: tl.constexpr,  # column of its absmax
-    tile,  # (ROWS,) int64, row numbers
-    index,  # (ROWS, 256) int64, element numbers
-    mask,  # (ROWS, 256)
+    at,  # (ROWS,) int64, row numbers; (ROWS, 256) int64, element numbers; (ROWS, 256) mask
     maps,  # blockwise.tables
     SIGNED: tl.constexpr,
     DTYPE: tl.constexpr,  # uint8 for 8-bit states
@@ -176,6 +174,7 @@ def load_state(
     ALIGNED: tl.constexpr,
 ):
     """A tile of a state, converted to MATH; zeros after the state's end."""
+    tile, index, mask = at
     if DTYPE == tl.uint8:
         codes = load(table, COLUMN, index, mask, tl.uint8, tl.int32, ALIGNED)
         numel = tl.load(table)
@@ -192,9 +191,7 @@ def store_state(
     table,
     COLUMN: tl.constexpr,
     ABSMAX: tl.constexpr,
-    tile,
-    index,
-    mask,
+    at,
     maps,
     values,  # (ROWS, 256) the arithmetic's dtype
     SIGNED: tl.constexpr,
@@ -202,6 +199,7 @@ def store_state(
     ALIGNED: tl.constexpr,
 ):
     """Store a tile of a state; arguments as in `load_state`."""
+    tile, index, mask = at
     where = pointers(table, COLUMN, index, DTYPE, ALIGNED)
     if DTYPE == tl.uint8:
         values = tl.where(mask, values.to(tl.float32), 0.0)
@@ -280,21 +278,12 @@ def _update(
 
     p = load(table, _PARAM, index, mask, PARAM, MATH, ALIGNED)
     g = load_gradient(table, FACTOR, index, mask, GRAD, MATH, ALIGNED, SCALED) * tl.load(hyper)
+    at = (tile, index, mask)
     states = ()
     for i in tl.static_range(len(STATES)):
         if STATES[i] is not None:
             state = load_state(
-                table,
-                _STATE0 + i,
-                ABSMAX0 + i,
-                tile,
-                index,
-                mask,
-                maps,
-                SIGNED[i],
-                STATES[i],
-                MATH,
-                ALIGNED,
+                table, _STATE0 + i, ABSMAX0 + i, at, maps, SIGNED[i], STATES[i], MATH, ALIGNED
             )
             states = states + (state,)
     scalars = ()
@@ -306,17 +295,7 @@ def _update(
     for i in tl.static_range(len(STATES)):
         if STATES[i] is not None:
             store_state(
-                table,
-                _STATE0 + i,
-                ABSMAX0 + i,
-                tile,
-                index,
-                mask,
-                maps,
-                states[i],
-                SIGNED[i],
-                STATES[i],
-                ALIGNED,
+                table, _STATE0 + i, ABSMAX0 + i, at, maps, states[i], SIGNED[i], STATES[i], ALIGNED
             )
     new = round_to(p, tl.load(table + SEED), index, PARAM, STOCHASTIC)
     tl.store(pointers(table, _OUT, index, PARAM, ALIGNED), new, mask=mask)

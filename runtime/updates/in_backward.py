@@ -179,10 +179,17 @@ class InBackward:
         """Commit at `optimizer.step()`; returns the updated parameters."""
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
+            pairs = zip(self._options, now, strict=False)
+            changes = [
+                f"{key}: {old.get(key)} -> {value}"
+                for old, new in pairs
+                for key, value in new.items()
+                if old.get(key) != value
+            ]
             raise OptimizerError(
                 "optimizer.step(): a parameter group was changed between backward() and step() "
-                f"({_difference(self._options, now)}), but the backward has already run the "
-                "update; change it after step(), as lr schedulers do"
+                f"({', '.join(changes) or 'groups were added'}), but the backward has already run "
+                "the update; change it after step(), as lr schedulers do"
             )
         done, self.uncommitted = sorted(self.uncommitted), set()
         self.committed = set(done)
@@ -250,13 +257,3 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
-
-
-def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
-    changes = [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for old, new in zip(before, now, strict=False)
-        for key in new
-        if old.get(key) != new.get(key)
-    ]
-    return ", ".join(changes) or "groups were added"

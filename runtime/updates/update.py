@@ -325,12 +325,11 @@ class BucketUpdate:
                 runs[-1] = (runs[-1][0], reach)
             elif numel:
                 runs.append((update, numel))
-        return [
-            update
-            if update.param.numel() == numel
-            else update.map(lambda _, tensor, numel=numel: bucket.span(tensor, numel))
-            for update, numel in runs
-        ]
+
+        def spanned(update: Update, numel: int) -> Update:
+            return update.map(lambda _, tensor: bucket.span(tensor, numel))
+
+        return [u if u.param.numel() == n else spanned(u, n) for u, n in runs]
 
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:

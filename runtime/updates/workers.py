@@ -166,12 +166,17 @@ class Job:
     future: Future[None] = field(default_factory=Future)
     since_s: float = field(default_factory=time.perf_counter)
 
-    def run(self, lane: str, work: Callable[[], None]) -> None:
+    def run(self, lane: str, work: Callable[[], None], pace: Pace) -> None:
         """Run the update; an error is stored in the future."""
+
+        def timed() -> None:
+            start = time.perf_counter()
+            work()
+            pace.learn(self.update, time.perf_counter() - start)
 
         def run() -> None:
             self.await_gradients()
-            self.timed(lane, work)
+            self.timed(lane, timed)
 
         fulfil_update(self.future, self.update.bucket.layout.name, run)
 
@@ -308,14 +313,14 @@ class Workers:
             job = self._for_host()
             if job is None:
                 return
-            self._make(job, HOST, job.update, self._host_pace)
+            job.run(HOST, job.update, self._host_pace)
 
     def _by_device(self, chunks: Chunks, futures: Collection[Future[None]]) -> None:
         self._helped.append(futures)
         while (job := self._for_device(futures)) is not None:
             self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
             by_chunks = functools.partial(job.update.by_chunks, chunks.update)
-            self._make(job, DEVICE, by_chunks, self._device_pace)
+            job.run(DEVICE, by_chunks, self._device_pace)
             self._host.submit(self._by_host)  # it may have left too many jobs to the device
         self._helped.remove(futures)
         self._host.submit(self._by_host)  # some jobs may not be for the device
@@ -332,14 +337,6 @@ class Workers:
             return
         while not self._is_helped(first) and time.perf_counter() < first.since_s + self.patience_s:
             time.sleep(0.001)
-
-    def _make(self, job: Job, lane: str, work: Callable[[], None], pace: Pace) -> None:
-        def timed() -> None:
-            start = time.perf_counter()
-            work()
-            pace.learn(job.update, time.perf_counter() - start)
-
-        job.run(lane, timed)
 
     def _for_host(self) -> Job | None:
         """Claim the first job that the host would finish no later than the device."""

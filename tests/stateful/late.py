@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ class Late:
             self.ran.append(name)
 
         with traced(None):  # a thread, which no Ctrl-C reaches
-            job.run("host", work)
+            job.run("host", work, mock.Mock())
 
 
 def late(model: Any) -> Late:
