@@ -28,7 +28,7 @@ Result = dict[str, Tensor]
 STEPS = 2  # of a loop in which something happens between steps
 HOOKS = ("tensor", "post accumulate", "node", "node before")
 
-OF_NETS = ("aliases", "lengths", "numbers")  # members of `Net`
+OF_NETS = ("lengths", "numbers")  # members of `Net`
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ _FEATURES: dict[str, Callable[[Loop, Net], bool]] = {
     "hooks": lambda loop, net: bool(loop.hooks),
     "threads": lambda loop, net: loop.threads,
     "given gradients": lambda loop, net: loop.given != 0,
-    "aliases": lambda loop, net: bool(net.written),
     "ties later": lambda loop, net: loop.tie is not None,
     "forks": lambda loop, net: loop.fork,
     "interrupts": lambda loop, net: loop.interrupt >= 0,

@@ -34,7 +34,6 @@ class Net:
     in_loss: bool = False  # do these enter what is differentiated?
     rows: tuple[int, ...] = ()  # of the inputs of one call after the other, again and again
     numbers: bool = False  # is there a float and an int among the inputs, others in each call?
-    written: str = ""  # the inputs overlap, and forward changes this one ("x" or "z") in place
     seed: int = 0
 
 
@@ -120,10 +119,6 @@ class Model(nn.Module):
         self, x: Tensor, z: Tensor | None = None, scale: float = 1.0, count: int = 1
     ) -> tuple[Tensor, list[Tensor]]:
         values: list[Tensor] = []
-        if self.net.written == "x":
-            x.mul_(0.5)
-        elif self.net.written and z is not None:
-            z.mul_(0.5)
         skips = dict(self.net.skips)
         for k, i in enumerate(self.net.calls):
             if z is not None and k == self.net.second:
@@ -150,9 +145,6 @@ def build(net: Net) -> Model:
 
 def data(net: Net, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    if net.written:
-        whole = torch.randn(BATCH, WIDTH + 1, generator=generator)
-        return {"x": whole[:, :-1], "z": whole[:, 1:]}
     rows = net.rows[step % len(net.rows)] if net.rows else BATCH
     found = {"x": torch.randn(rows, WIDTH, generator=generator)}
     found["x"].requires_grad_(net.input_grad)
@@ -166,10 +158,8 @@ def numbers(net: Net, step: int) -> dict[str, float]:
 
 
 @st.composite
-def nets(
-    draw: st.DrawFn, *, aliases: bool = False, lengths: bool = False, numbers: bool = False
-) -> Net:
-    """Any `Net`; with `aliases` of its inputs, `lengths` that change, and `numbers` in some."""
+def nets(draw: st.DrawFn, *, lengths: bool = False, numbers: bool = False) -> Net:
+    """Any `Net`; with `lengths` that change, and `numbers` in some."""
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=5)))
     layers = range(len(kinds))
     again = draw(st.lists(st.sampled_from(layers), max_size=2))
@@ -178,10 +168,9 @@ def nets(
     skips = draw(st.dictionaries(positions, positions, max_size=2))
     pairs = draw(st.lists(st.tuples(st.sampled_from(layers), st.sampled_from(layers)), max_size=1))
     outputs = tuple(draw(st.lists(positions, max_size=2)))
-    written = draw(st.sampled_from(("", "", "x", "z"))) if aliases else ""
-    second = st.sampled_from(range(len(calls)) if written else (-1, -1, *range(len(calls))))
+    second = st.sampled_from((-1, -1, *range(len(calls))))
     rows: tuple[int, ...] = ()
-    if lengths and not written and draw(st.booleans()):
+    if lengths and draw(st.booleans()):
         rows = tuple(draw(st.lists(st.integers(2, 9), min_size=2, max_size=5)))
     return Net(
         kinds=kinds,
@@ -192,12 +181,11 @@ def nets(
         frozen=frozenset(draw(st.sets(st.sampled_from(layers), max_size=1))),
         changed=frozenset(draw(st.sets(positions, max_size=2))),
         second=draw(second),
-        input_grad=draw(st.booleans()) and not written,
+        input_grad=draw(st.booleans()),
         outputs=outputs,
         in_loss=bool(outputs) and draw(st.booleans()),
         rows=rows,
         numbers=numbers and draw(st.integers(0, 3)) == 0,
-        written=written,
         seed=draw(st.integers(0, 2**16)),
     )
 

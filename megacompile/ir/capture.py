@@ -254,15 +254,6 @@ class Ambient:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """Inputs of a captured graph that share memory, as views of one base of `numel` elements."""
-
-    members: tuple[tuple[int, int], ...]  # (position among the inputs, offset in the base)
-    numel: int
-    hindrance: str = ""  # the reason why they cannot be views of one base, or ""
-
-
-@dataclass(frozen=True, slots=True)
 class InputView:
     """An output of a captured graph that is a view of an input."""
 
@@ -281,7 +272,6 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     device: torch.device
     ambient: Ambient
-    overlaps: tuple[Overlap, ...] = ()  # between inputs, one of which the graph changes in place
     conditions: tuple[Any, ...] = ()  # relations between symbols that the passes rely on
 
     @property

@@ -33,7 +33,7 @@ from megacompile.passes.capture.calls import (
 )
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
-from megacompile.passes.capture.inputs import rebase_overlaps, unpack
+from megacompile.passes.capture.inputs import unpack
 from megacompile.passes.capture.losses import widen_losses
 from megacompile.passes.schedule.assign_slots import assign_slots
 from megacompile.passes.schedule.device_update import insert_device_update
@@ -120,7 +120,6 @@ class Pipeline:
                 ("numbers", take_numbers),
                 ("vmaps", fold_vmaps),
                 ("experts", functools.partial(take_grouped_products, device=options.device)),
-                ("rebase", rebase_overlaps),
                 ("causal", causal),
                 *losses,
                 ("chunk", chunk),

@@ -26,7 +26,6 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.signature import input_of
 from megacompile.ir.stages import ArgRef, ParamRef, Stage
 from megacompile.ir.tensors import Meta, Number, TensorMeta, symbols_in
-from megacompile.passes.capture.inputs import VIEW_OF_BASE
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.edit import add_item, written
 from megacompile.passes.stages.input_views import views_of_inputs
@@ -302,30 +301,19 @@ class _Builder:
         return [n for n in self.nodes if self.values.mutates[n] & keys]
 
     def _is_recorded(self, node: fx.Node) -> bool:
-        """True if autograd records an in-place change of an input.
-
-        Raises:
-            UnsupportedGraphError: other inputs share its memory and would need the record too.
-        """
+        """True if autograd records an in-place change of an input."""
         if not self._meta(node, len(self.nodes)).requires_grad:
             return False
         changes = self._changes(node)
         grad = self.capture.ambient.grad_enabled
-        if not grad or not any(self.regions[self.position[n]].grad for n in changes):
-            return False
-        if any(VIEW_OF_BASE in user.meta for user in node.users):
-            raise UnsupportedGraphError(
-                "inputs share memory, and one is changed in place to a value that requires grad; "
-                "pass copies (.clone())"
-            )
-        return True
+        return grad and any(self.regions[self.position[n]].grad for n in changes)
 
     def _result(
         self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]
     ) -> Any:
         if self.values.is_number(node):
             return self.values.of[node]
-        origin = self._origin(node)
+        origin = self.values.origin(node)
         if origin in sources:  # the input itself, even after an in-place change
             unseen = not self._meta(node, len(self.nodes)).requires_grad
             if unseen or env[origin] is sources[origin]:
@@ -333,13 +321,6 @@ class _Builder:
         if node in self.views:  # the call recreates the view
             return sources[self.views[node][0]]
         return env[node] if node in env else self._literal(node)
-
-    def _origin(self, node: fx.Node) -> fx.Node:
-        """The node that created the tensor object that `node` returns."""
-        origin = self.values.origin(node)
-        name = origin.meta.get(VIEW_OF_BASE)
-        named = {item.name: item for item in self.inputs}
-        return origin if name is None else named[name]
 
 
 def _label_buckets(stages: Sequence[Stage]) -> list[Stage]:

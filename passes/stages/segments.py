@@ -23,7 +23,7 @@ from megacompile import compat
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.tensors import tensors_bytes
-from megacompile.passes.capture.inputs import VIEW_OF_BASE, WRAPPED
+from megacompile.passes.capture.inputs import WRAPPED
 from megacompile.passes.capture.propagate import Values
 
 Owner = tuple[int, str]  # (index of the unit, number of the call)
@@ -108,8 +108,7 @@ def _owners(
 def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
     """Entry p: bytes of the values defined before position p and used at p or later.
 
-    Infinite before an item (it stays with its tuple) and after a view of a base or a wrapper (they
-    stay with their use).
+    Infinite before an item (it stays with its tuple) and after a wrapper (it stays with its use).
     """
     position = {node: p for p, node in enumerate(nodes)}
     end = len(nodes)
@@ -121,7 +120,7 @@ def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
         change[last + 1] -= size
     bound = [_is_item(node, values) for node in nodes] + [False]
     for node, p in position.items():
-        bound[p + 1] |= VIEW_OF_BASE in node.meta or WRAPPED in node.meta
+        bound[p + 1] |= WRAPPED in node.meta
     return [
         math.inf if tied else live for tied, live in zip(bound, accumulate(change), strict=False)
     ]

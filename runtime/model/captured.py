@@ -17,7 +17,7 @@ from torch import fx
 
 from megacompile import compat, garbage, log, notices, progress
 from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
-from megacompile.ir.capture import Ambient, Capture, GraphInput, Overlap
+from megacompile.ir.capture import Ambient, Capture, GraphInput
 from megacompile.runtime.model.call import run
 from megacompile.runtime.model.input_keys import (
     PROGRAMS_AT_ONCE,
@@ -174,8 +174,6 @@ class CapturedGraph:
         if program is None:
             result: Sequence[Any] = self.module(*given)
             return result
-        if program.capture.overlaps:
-            args = (*args, *shared_memory.bases(args, program.capture.overlaps))
         return run(program, args)
 
     @property
@@ -217,7 +215,7 @@ class CapturedGraph:
             self._plan(program)
         if args is whole:  # a call that has occurred twice: its program is found at once next time
             again, self._last_key, self._last = key == self._last_key, key, None
-            if again and program is not None and not program.capture.overlaps:
+            if again and program is not None:
                 last = LastCall(program, ambient, args, self.changed)
                 self._last = last if last.is_usable else None
         return program
@@ -322,7 +320,7 @@ class CapturedGraph:
     def _call_key(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Hashable:
         return (ambient, self._overlaps(args), *map(self._key, whole))
 
-    def _overlaps(self, args: Sequence[Any]) -> tuple[Overlap, ...]:
+    def _overlaps(self, args: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """The inputs that share memory with an input that is changed in place."""
         if not self.changed:
             return ()
@@ -335,12 +333,15 @@ class CapturedGraph:
 
         try:
             with self._building():
-                program = self._divided(ambient, kinds, self._overlaps(args))
-                if not program.changed <= self.changed:
-                    self.changed |= program.changed
-                    overlaps = self._overlaps(args)
-                    if overlaps != program.capture.overlaps:
-                        program = self._divided(ambient, kinds, overlaps)
+                program = self._divided(ambient, kinds)
+                self.changed |= program.changed
+                if overlaps := self._overlaps(args):
+                    inputs = self.module.graph.find_nodes(op="placeholder")
+                    names = " and ".join(inputs[position].name for position in overlaps[0])
+                    raise UnsupportedGraphError(
+                        f"inputs {names} share memory, with a parameter or one another, and one is "
+                        "changed in place; pass copies (.clone())"
+                    )
                 self._plan(program)
         except UnsupportedGraphError as error:
             params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
@@ -390,16 +391,11 @@ class CapturedGraph:
                 self.updates.parts.preallocate(planned)
             program.executor(variant)
 
-    def _divided(
-        self,
-        ambient: Ambient,
-        kinds: Callable[[], tuple[GraphInput, ...]],
-        overlaps: tuple[Overlap, ...] = (),
-    ) -> Program:
+    def _divided(self, ambient: Ambient, kinds: Callable[[], tuple[GraphInput, ...]]) -> Program:
         """A program for calls with these inputs: partitioned into stages, not scheduled yet."""
         if transform := compat.transforms(self.module):
             raise UnsupportedGraphError(f"it uses torch.func ({transform})")
         if compat.has_while_loop(self.module):
             raise UnsupportedGraphError("it uses while_loop")
-        capture = Capture(self.name, self.module, kinds(), self.machine.device, ambient, overlaps)
+        capture = Capture(self.name, self.module, kinds(), self.machine.device, ambient)
         return Program(capture, self.plans, self.machine)

@@ -155,14 +155,14 @@ class Program:
         self.differentiable = frozenset(k for k, meta in metas.items() if meta.requires_grad)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
         self.inputs = inputs_of(self.stages.forward)  # name in the schedule -> position
-        # the inputs (including bases) that the forward changes in place
+        # the inputs that the forward changes in place
         names = [str(node.args[0]) for node in changes]
         self.changed_names = frozenset(names)
         self.changed = frozenset(self.inputs[name] for name in names)
         # inputs whose changes autograd records, and the outputs that are their new values
         first = len(self.outputs) - len(stages.recorded)
         self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]
-        # the inputs of the schedule, with packed parameters unpacked; bases come last
+        # the inputs of the schedule, with packed parameters unpacked
         given: list[GraphInput] = []
         for item in capture.inputs:
             given += item.parts if isinstance(item, PackedInput) else (item,)
@@ -172,7 +172,6 @@ class Program:
         # positions of parameters, of other tensors, and of symbols
         self.streamed = [k for k, item in enumerate(given) if isinstance(item, ParamInput)]
         self.tensors = [k for k, item in enumerate(given) if isinstance(item, TensorInput)]
-        self.tensors += range(len(given), len(given) + len(capture.overlaps))
         self._numbers = [k for k, item in enumerate(given) if isinstance(item, NumberInput)]
         self.executors: dict[Variant, Executor] = {}
         self._planned: dict[Variant, Schedule] = {}  # without code yet

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from megacompile import compat, notices
-from megacompile.ir.capture import Overlap
 from megacompile.packed import is_wrapper
 from megacompile.runtime.params.proxies import StreamedParameter
 
@@ -74,9 +73,9 @@ def moved_together(
 
 def overlaps(
     args: Sequence[Any], changed: frozenset[int], parameters: Iterable[torch.Tensor]
-) -> tuple[Overlap, ...]:
-    """The groups of a captured graph's inputs that overlap, if one of each is in `changed`, also
-    with streamed parameters: tensors in their memory, one per bucket."""
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of a captured graph's inputs that overlap, by position, if one of each is in
+    `changed`; also with streamed parameters: tensors in their memory, one per bucket."""
     tensors = [
         (i, arg)
         for i, arg in enumerate(args)
@@ -88,30 +87,8 @@ def overlaps(
         members = [args[position] for *_, position in group]
         streamed = any(member.untyped_storage().data_ptr() in ours for member in members)
         if (len(group) > 1 or streamed) and any(position in changed for *_, position in group):
-            found.append(_overlap(group, members, streamed=streamed))
+            found.append(tuple(position for *_, position in group))
     return tuple(found)
-
-
-def bases(args: Sequence[Any], found: Iterable[Overlap]) -> list[torch.Tensor]:
-    """The common memory of each overlap, flat, in the order of `found`."""
-    firsts = [(*overlap.members[0], overlap.numel) for overlap in found]
-    return [_flat(args[position], offset, numel) for position, offset, numel in firsts]
-
-
-def _flat(member: torch.Tensor, offset: int, numel: int) -> torch.Tensor:
-    """`numel` elements of a tensor's memory, from `offset` elements before its first one."""
-    with torch.no_grad():
-        return member.as_strided((numel,), (1,), member.storage_offset() - offset)
-
-
-def _overlap(
-    group: Sequence[_Span], members: Sequence[torch.Tensor], *, streamed: bool = False
-) -> Overlap:
-    start, stop = group[0][0], max(stop for _, stop, _ in group)
-    itemsize = members[0].itemsize
-    offsets = tuple((position, (begin - start) // itemsize) for begin, _, position in group)
-    hindrance = "a parameter is in that memory too" if streamed else _hindrance(group, members)
-    return Overlap(offsets, (stop - start) // itemsize, hindrance)
 
 
 def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
@@ -129,9 +106,10 @@ def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
 
 def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A tensor to move so that the whole group moves, or None."""
-    overlap = _overlap(group, members)
-    if not overlap.hindrance:
-        return _flat(members[0], 0, overlap.numel)
+    if not _hindrance(group, members):
+        numel = (max(stop for _, stop, _ in group) - group[0][0]) // members[0].itemsize
+        with torch.no_grad():
+            return members[0].as_strided((numel,), (1,), members[0].storage_offset())
     bases = [(member, compat.base_of(member)) for member in members]
     common = {id(root): root for root in (m if base is None else base for m, base in bases)}
     root = next(iter(common.values()))

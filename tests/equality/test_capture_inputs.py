@@ -165,6 +165,7 @@ def test_tokens_see_what_is_done_to_labels(name: str) -> None:
         assert_alike(models, use)
 
 
+@pytest.mark.filterwarnings("ignore:megacompile. Applies")
 def test_buffers_that_overlap_and_what_stays_the_same_tensor() -> None:
     """A buffer is counted up in place, an input is given back."""
 

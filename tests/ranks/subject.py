@@ -48,7 +48,7 @@ class Shared:
 
 @st.composite
 def shared(draw: st.DrawFn) -> Shared:
-    net = draw(nets.nets(aliases=True, lengths=True, numbers=True))
+    net = draw(nets.nets(lengths=True, numbers=True))
     # what no plan of ranks chooses: parts of parameters on a disk, reruns
     choice = dataclasses.replace(draw(nets.choices()), disk_weights=False, rerun=0)
     bits = st.one_of(st.just(-1), st.integers(0, 255))
