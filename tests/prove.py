@@ -13,7 +13,7 @@ the parameters, before anything is updated. Interleavings share models and plans
 takes most of the time. With `--cases`, a tenth as many cases are of ranks (`tests.ranks.subject`),
 and as many programs of frames (`tests.frames`).
 
-A mutant is a schedule of `tests.originals` with one or two edits of `tests.mutants`, which decides
+A mutant is a schedule of `tests.mutants` with one or two edits of `tests.mutants`, which decides
 by interleavings whether it is harmful, or of updates and the edges between graphs
 (`tests.mutants_step`).
 """
@@ -42,10 +42,9 @@ from tests import adversary, loops
 from tests.draws import examples
 from tests.frames import command as frames
 from tests.loops import Loop
-from tests.mutants import Harm, Truth
+from tests.mutants import Harm, Truth, lined, planned
 from tests.mutants_step import mutate
 from tests.nets import Choice, Net
-from tests.originals import lined, planned
 from tests.ranks.subject import RankSubject, Shared, shared
 from tests.subject import Counts, Subject, plain_refuses
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megacompile import schedules
 from tests import inside
-from tests.equality import operators
+from tests.equality import nets
 from tests.equality.nets import Applies, assert_alike, in_a_row, trained
 from tests.zoo import twins
 
@@ -297,7 +297,7 @@ def test_code_that_asks_for_sizes(name: str) -> None:
 
 def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size() -> None:
     torch.manual_seed(0)
-    models = twins(linear(lambda x: operators.asks_in_backward(x)))
+    models = twins(linear(lambda x: nets.asks_in_backward(x)))
     for rows in (4, 6, 5, 6):
         assert_alike(models, trained(torch.ones(rows, WIDTH)))
     assert len(inside.programs(models[1])) == 3

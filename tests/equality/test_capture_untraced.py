@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests import inside
-from tests.equality import operators
+from tests.equality import nets
 from tests.equality.nets import Applies, assert_alike, trained
 from tests.quantized import Int8
 from tests.zoo import WIDTH, assert_same, equal, twins
@@ -131,7 +131,7 @@ def no_gradient_at_first(x: Tensor, number: float) -> Tensor:
 
 WHERE = ("first", "behind a break", "in a skipped frame")
 UNTRACED: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]] = {
-    "no fake tensors": (lambda x, _: operators.real_only(x.detach()) + x, (1.0, 2.0)),
+    "no fake tensors": (lambda x, _: nets.real_only(x.detach()) + x, (1.0, 2.0)),
     "a negative float": (lambda x, number: x + number**2, (-0.5, -0.25, -0.1)),
     "a mode": (no_gradient_at_first, (1, 2, 3)),
     "a condition as an index": (lambda x, number: x + (1.0, 0.5)[number > 2], (1, 3, 2)),

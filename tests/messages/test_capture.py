@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from megacompile.errors import BackwardError
-from tests.equality import operators
+from tests.equality import nets
 from tests.messages.said import assert_says, heard
 from tests.zoo import stacks
 
@@ -35,7 +35,7 @@ class Function(nn.Module):
 
 
 def untraced() -> None:
-    streamed(Function(lambda m, x: operators.real_only(x.detach()) + x))(torch.ones(2, 4))
+    streamed(Function(lambda m, x: nets.real_only(x.detach()) + x))(torch.ones(2, 4))
 
 
 def counted(module: Any, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def a_part_by_itself() -> None:
 
 
 def asked_size() -> None:
-    model = streamed(Function(lambda m, x: operators.asks_in_backward(x)))
+    model = streamed(Function(lambda m, x: nets.asks_in_backward(x)))
     for rows in range(2, 12):
         model(torch.ones(rows, 4)).sum().backward()
 

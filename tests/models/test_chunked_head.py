@@ -1,6 +1,6 @@
 """Whole steps with the head in chunks, against the plain model in the same run.
 
-How many chunks there are is decided in tests/unit; that they add up, unit/test_head.py tests.
+How many chunks there are is decided in tests/unit; that they add up, unit/test_chunk.py tests.
 """
 
 from __future__ import annotations

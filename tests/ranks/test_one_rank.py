@@ -1,10 +1,15 @@
 """What is refused where ranks share a model, and what such a model may do: in a group of this
-process alone."""
+process alone. And ranks that are simulated in this process, next to plain ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import functools
+import json
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Adafactor, AdamW
 
-from megacompile import full_parameters, megacompile, released, schedules
+from megacompile import explain, full_parameters, megacompile, released, schedules
+from megacompile.cli import main
 from megacompile.errors import ModelError, OptimizerError, OptionError, OptionTypeError
-from tests import inside, quantized
+from tests import inside, prove, quantized
+from tests.nets import Choice, Net
 from tests.processes import group_of_one
+from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
+from tests.ranks.subject import RankSubject, Shared
+from tests.subject import Counts
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +219,157 @@ def test_memory_is_given_back_and_taken_again(mesh: DeviceMesh) -> None:
         value = full.pop(name)
         assert type(value) is Tensor and value.equal(param)
     assert schedules(model) and not full
+
+
+# --- simulated ranks
+
+
+NET = Net(
+    kinds=("linear", "block", "dropout", "batch norm", "linear"),
+    hidden=13,
+    calls=(0, 1, 2, 3, 4, 1),
+    skips=((3, 0),),
+    tied=((4, 0),),
+    input_grad=True,
+    outputs=(2,),
+    in_loss=True,
+)
+RESIZED = dataclasses.replace(NET, rows=(4, 7, 4), input_grad=False)
+ADAMW = Choice(optimizer="adamw", lookahead=3, keep=0b101)
+CASES = {
+    "two, whose plans differ": Shared(NET, (ADAMW, dataclasses.replace(ADAMW, keep=0))),
+    "new sizes, updated in the backward": Shared(
+        RESIZED, (Choice(lookahead=4, more_slots=3, optimizer="sgd", in_backward=True),) * 2
+    ),
+    "three, some of whose buckets live on the device": Shared(
+        dataclasses.replace(NET, calls=(0, 1, 4)), (Choice(resident=1, more_slots=1),) * 3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_plain_ones(name: str) -> None:
+    subject = RankSubject(CASES[name], Counts())
+    assert sum("grad" in key or "weight" in key for key in subject.wanted[0]) > 8
+    assert not subject.wanted[0]["0.total"].equal(subject.wanted[1]["10.total"]), "data of its own"
+    rows = [rank.model.head.weight.to_local().shape[0] for rank in subject.ranks]
+    assert rows == ([1, 1] if len(rows) == 2 else [1, 1, 0]), "two rows"
+    if subject.rounds:
+        assert subject.to_program_order() == []
+    for seed in range(3):
+        assert subject.random(seed) == [], seed
+    assert subject.poisoned > 0 and subject.interconnect.met > 0
+
+
+@pytest.mark.parametrize("cases", [9, pytest.param(60, marks=pytest.mark.thorough)])
+def test_random_cases_equal_the_plain_ranks(cases: int) -> None:
+    counts = prove.prove_ranks(cases, seed=1, interleavings=3)
+    assert counts.found == []
+    assert counts.cases >= cases and counts.mismatches == 0
+    assert counts.more["collectives"] > 10 * cases
+    assert sum(name.endswith(" ranks") for name in counts.more) > 1
+
+
+# The interconnect.
+
+
+def meet(count: int, seed: int, *, swapped: bool = False, leaves: bool = False) -> list[Any]:
+    """What each rank gets in two collectives; the second rank swaps them, or leaves before."""
+    interconnect = Interconnect(count)
+
+    def body(rank: int) -> list[Any]:
+        torch.manual_seed(rank)
+        names = ["one", "two"]
+        if rank == 1:
+            names = names[::-1] if swapped else names[: 1 if leaves else 2]
+        return [(interconnect.exchange(rank, n, rank), torch.rand(())) for n in names]
+
+    def bound(rank: int) -> Callable[[], list[Any]]:
+        return lambda: body(rank)
+
+    return interconnect.run([bound(rank) for rank in range(count)], seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_interconnect_meets_or_says_what_does_not_fit(seed: int) -> None:
+    for rank, got in enumerate(meet(4, seed)):
+        assert [values for values, _ in got] == [[0, 1, 2, 3]] * 2
+        torch.manual_seed(rank)
+        assert [number for _, number in got] == [torch.rand(()), torch.rand(())], "their own"
+    with pytest.raises(CollectiveError):
+        meet(3, seed, swapped=True)
+    with pytest.raises(CollectiveError):
+        meet(3, seed, leaves=True)
+
+
+# What the states of a rank take.
+
+NETS = {
+    "8 bits, though a part is small": (64, 96),
+    "one part is smaller": (1500, 3),
+    "float32": (60, 60),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_plans_count_the_states_that_a_rank_has(name: str, tmp_path: Path) -> None:
+    """The whole parameter decides whether states are in 8 bits, of all parts of it."""
+    ranks = Interconnect(2)
+
+    def train(rank: int) -> tuple[int, int]:
+        model: Any = nn.Linear(*NETS[name], bias=False)
+        mesh: Any = Mesh(rank, ranks)
+        megacompile(model, mesh=mesh, device="cpu", state_dtype="int8", disk=tmp_path)
+        optimizer = AdamW(model.parameters())
+        model(torch.ones(2, model.in_features)).sum().backward()
+        optimizer.step()
+        (bucket,) = inside.buckets(model).values()
+        buffers: list[Any] = [each() for each in bucket.states._owned[optimizer].buffers]
+        disk = explain(model, changes=False).disk
+        assert disk is not None
+        return sum(map(len, buffers)), disk.kinds["optimizer states"]
+
+    found = ranks.run([lambda: train(0), lambda: train(1)], seed=0)
+    took, counted = found[0]  # the first has the largest parts
+    assert took == counted
+
+
+GPUS = 2
+SLOW_GB_S = 1e-4
+BYTES = 4  # of a gradient
+
+
+@functools.cache
+def planned(hosts: int, network: float | None = None) -> Any:
+    """What `plan` gives for a model that two GPUs of each host share."""
+    command = ["plan", "tests.configs:tower", "--batch", "2", "--seq", "16", "--json"]
+    command += ["--gpus", str(GPUS), "--hosts", str(hosts)]
+    shown = StringIO()
+    with redirect_stdout(shown):
+        assert main(command + ([] if network is None else ["--network", str(network)])) == 0
+    return json.loads(shown.getvalue())
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_each_rank_sums_its_part_with_those_that_have_it_too(hosts: int) -> None:
+    alone, several = planned(1), planned(hosts, SLOW_GB_S)
+    part_bytes = BYTES * alone["active_parameters"] / GPUS
+    more_s = several["step_s"] - alone["step_s"]
+    expected_s = 2 * (hosts - 1) / hosts * part_bytes / (SLOW_GB_S * 1e9)
+    assert more_s == pytest.approx(expected_s, rel=0.1)
+    assert several["plan"]["replicas"] == several["hosts"] == hosts
+    assert several["tokens_per_s"] == pytest.approx(hosts * GPUS * 32 / several["step_s"])
+
+
+def test_a_network_is_among_what_bounds_a_step() -> None:
+    bounds = planned(2, SLOW_GB_S)["plan"]["bounds"]
+    assert next(iter(bounds)) == "network" and bounds["network"] > 0.5
+    assert planned(2)["plan"]["bounds"]["network"] < 0.05
+    assert "network" not in planned(1)["plan"]["bounds"]
+
+
+def test_what_is_assumed_is_said() -> None:
+    assumed = planned(2)
+    given = planned(2, assumed["plan"]["network_gb_s"])
+    assert assumed["step_s"] == pytest.approx(given["step_s"])
+    assert assumed["plan"]["network_is_assumed"] and not given["plan"]["network_is_assumed"]

@@ -22,8 +22,8 @@ from megacompile.ir import ops
 from megacompile.ir.capture import constant_key, function_key
 from megacompile.ir.schedule import Schedule
 from tests.actions import apply, frees, parse, text
+from tests.capturing import Config, Kernel, Rounding
 from tests.planned import PASSES, rows
-from tests.whole import Config, Kernel, Rounding
 from tests.zoo import twins
 
 

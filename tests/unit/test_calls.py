@@ -22,7 +22,7 @@ from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.runtime.model.input_keys import LastCall
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import moved, moved_together, overlaps
-from tests import capturing, whole
+from tests import capturing
 from tests.capturing import capture as dynamo
 from tests.capturing import node, of_params, traced
 
@@ -309,6 +309,6 @@ def test_equal_layers_run_once() -> None:
     for capture in (traced(layers, X), with_numbers(layers)):
         assert [run(capture, recall=each)[1] for each in (False, True)] == [35, 7]
     # a function that is left whole: all but what makes their configurations, of which each has two
-    captures = [dynamo(whole.Model(count), torch.ones(2, 4)).capture for count in (2, 5)]
+    captures = [dynamo(capturing.Model(count), torch.ones(2, 4)).capture for count in (2, 5)]
     few, many = (run(each)[1] for each in captures)
     assert many - few == 3 * 2

@@ -33,7 +33,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.verify.proof import verify
 from tests.actions import Stubs, apply, frees, parse, waits
-from tests.originals import any_plan
+from tests.mutants import any_plan
 from tests.planned import PASSES, planned, rows, without_gradients
 
 Pass = Callable[[Schedule], Schedule]
