@@ -2,8 +2,8 @@
 
 Whether a mutant can produce a wrong result is decided by the interleavings of
 `tests.symbolic_cycle`, and `verify` must report every one that can. Mutants of the update, and of
-the edges between graphs, are made by `tests.mutants_step`. The passes make the schedules, for random models, or lines of
-stages, and plans.
+the edges between graphs, are made by `tests.mutants_step`. The passes make the schedules, for
+random models, or lines of stages, and plans.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ streamed, or it is said.
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import warnings
 import weakref
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +24,7 @@ from megacompile import MegacompileError, megacompile, schedules
 from megacompile.errors import NoScheduleError
 from megacompile.ir.capture import ParamInput
 from tests import inside
-from tests.equality.nets import Applies, assert_alike, in_a_row, total, trained
+from tests.equality.nets import Applies, assert_alike, trained
 from tests.zoo import WIDTH, Stack, assert_same, batch, equal, stack, step, twins
 
 MODULES: dict[str, Callable[[], nn.Module]] = {}
@@ -110,48 +108,6 @@ def test_unusual_modules(name: str) -> None:
     assert all(type(p) is nn.Parameter for p in models[1].parameters())
     with torch.no_grad():
         assert_alike(models, lambda m: m.eval()(x))
-
-
-# --- recurrent layers, whatever Dynamo is told of them
-
-LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
-    "LSTM": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True),
-    "both ways": lambda: nn.LSTM(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True),
-}
-
-
-def between(m: Any, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """A recurrent layer between two that are captured; packed where it gets lengths."""
-    hidden = m.first(x)
-    if lengths is None:
-        hidden, _ = m.layer(hidden)
-    else:
-        packed = pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
-        hidden, _ = pad_packed_sequence(m.layer(packed)[0], batch_first=True)
-    return m.last(hidden).square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
-@pytest.mark.parametrize("name", LAYERS)
-def test_recurrent_layers(name: str) -> None:
-    """Not captured, though the user set Dynamo's own option; behind a call it is itself."""
-    models = plain, streamed = twins(in_a_row(between, width=WIDTH, layer=LAYERS[name]()))
-    x = torch.randn(2, 5, WIDTH)
-
-    def use(model: Any, lengths: Any) -> Tensor:
-        loss: Tensor = model(x, lengths)
-        total(loss).backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        return loss
-
-    with torch._dynamo.config.patch(allow_rnn=True):
-        for lengths in (None, torch.tensor([5, 3]), torch.tensor([2, 4])):
-            assert_alike(models, functools.partial(use, lengths=lengths))
-        with torch.no_grad():
-            assert_alike(models, lambda m: m.eval()(x))
-            assert equal(streamed.layer(x)[0], plain.layer(x)[0])
-        weights = streamed.layer.all_weights[0]
-        assert [*map(id, weights)] == [*map(id, [*streamed.layer.parameters()][: len(weights)])]
 
 
 class Task(nn.Module):

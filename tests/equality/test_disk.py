@@ -129,21 +129,6 @@ def test_a_step_that_is_interrupted_returns_its_buffers(tmp_path: Path) -> None:
     run(model, optimizer, 5, first=3)
 
 
-def test_states_are_read_when_the_write_of_a_backward_is_done(tmp_path: Path) -> None:
-    write = os.pwritev
-
-    def slow(*args: Any) -> int:
-        time.sleep(0.1)
-        return write(*args)
-
-    (plain, wanted), (model, optimizer) = (trained(at, optimizer=True) for at in (None, tmp_path))
-    loss_of(plain, 9).backward()
-    with mock.patch.object(os, "pwritev", slow):
-        loss_of(model, 9).backward()
-        seen = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    assert_same(seen, [state["exp_avg"] for state in wanted.state.values()])
-
-
 # --- faults
 
 

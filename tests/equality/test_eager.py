@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import megacompile
-from megacompile import schedules
 from megacompile.errors import ModelError
-from megacompile.ir import ops
 from tests import inside
 from tests.equality.nets import Applies
 from tests.inside import programs, streamed
@@ -191,19 +189,6 @@ def alone(kind: Kind) -> Any:
     return kind(STATE_WIDTH, STATE_WIDTH, num_layers=2, batch_first=True)
 
 
-def among_layers(m: Any, x: Tensor) -> Tensor:
-    return m.last(m.layer(m.first(x))[0])
-
-
-def between(kind: Kind) -> Any:
-    """A recurrent layer between two that are captured."""
-    layers = {
-        "first": nn.Linear(STATE_WIDTH, STATE_WIDTH),
-        "last": nn.Linear(STATE_WIDTH, STATE_WIDTH),
-    }
-    return Applies(among_layers, layer=alone(kind), **layers)
-
-
 def pair(made: nn.Module, **options: Any) -> tuple[Any, Any]:
     return twins(made, progress=False, **options)
 
@@ -236,32 +221,6 @@ def trained(
 
 def with_adamw(models: tuple[Any, Any]) -> list[tuple[Any, Any]]:
     return [(model, AdamW(model.parameters(), lr=1e-2)) for model in models]
-
-
-def prefetches(model: Any) -> list[Any]:
-    graphs = (graph for schedule in schedules(model) for graph in schedule.graphs.values())
-    return [node for graph in graphs for node in ops.nodes_of(graph, ops.prefetch)]
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("made", [alone, between])
-def test_after_the_first_step_nothing_is_fetched(made: Any, kind: Kind) -> None:
-    models = pair(made(kind), gpu_memory="1MiB")
-    first, *others = trained(with_adamw(models), range(5))
-    assert first and others == [0] * 4
-    assert inside.residents(models[1]) == inside.buckets(models[1]).keys()
-    assert not prefetches(models[1])
-    layer = models[1] if made is alone else models[1].layer
-    assert all(a is b for a, b in zip(layer._flat_weights, layer.parameters(), strict=True))
-
-
-def test_the_options_say_which_are_resident() -> None:
-    """On the CPU no plan is made without a budget, and nothing moves then."""
-    for options, fetched in (({"resident": "all"}, False), ({"resident": 0}, True), ({}, True)):
-        given: Any = options if "resident" not in options else {**options, "gpu_memory": "1MiB"}
-        models = pair(alone(nn.LSTM), **given)
-        counts = trained(with_adamw(models), range(3))
-        assert [bool(count) for count in counts] == [fetched] * 3, options
 
 
 def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
@@ -303,25 +262,6 @@ def test_a_tuple_of_parameters_is_exchanged_in_all_modules_that_share_it() -> No
     for model, before in zip(models, tuples, strict=True):
         assert model.first.pair is model.second.pair is before
         assert before[0] is model.last.weight
-
-
-def test_as_many_are_resident_as_leave_half_of_the_room() -> None:
-    """For what the code computes. The others are fetched."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        for layer in m.layers:
-            x, _ = layer(x)
-        return x
-
-    layers = nn.ModuleList(nn.GRU(STATE_WIDTH, STATE_WIDTH, batch_first=True) for _ in range(3))
-    size = sum(param.nbytes for param in layers[0].parameters())
-    taken = 4 * size  # with a gradient and AdamW's states
-    for count in range(4):
-        made = Applies(forward, layers=copy.deepcopy(layers))
-        models = pair(made, gpu_memory=int(2 * taken * (count + 0.1)))
-        elsewhere = 4 * (3 - count)
-        assert trained(with_adamw(models), range(3)) == [12, elsewhere, elsewhere]
-        assert len(inside.residents(models[1])) == count
 
 
 # --- who leaves
@@ -368,15 +308,6 @@ def test_a_captured_graph_that_needs_the_room_gets_it(*, again: bool) -> None:
         assert ("recurrent" in inside.residents(models[1])) == stays
         assert [bool(count) for count in counts[1:]] == [not stays] * 3
         assert [bool(n) for n in trained(pairs, range(7, 9), recurrent_alone)] == [not stays] * 2
-
-
-def test_they_leave_when_the_device_runs_out_of_memory() -> None:
-    models = pair(alone(nn.LSTM), gpu_memory="1MiB")
-    pairs = with_adamw(models)
-    assert trained(pairs, range(2))[-1] == 0
-    assert inside.step_down(models[1])
-    assert all(trained(pairs, range(2, 5)))
-    assert not inside.residents(models[1]) and not inside.step_down(models[1])
 
 
 # --- when they move, and what a move must not lose

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import schedules
 from megacompile.errors import ModelError
-from tests import whole, zoo
+from tests import capturing, zoo
 from tests.equality.nets import Applies, in_a_row
 from tests.zoo import WIDTH, Stack, assert_same, batch, equal, twins
 
@@ -128,7 +128,7 @@ ROWS: dict[str, Row] = {
         3,
     ),
     "layers of a function that is left whole": Row(
-        whole.Model, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
+        capturing.Model, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
     ),
 }
 
@@ -181,8 +181,8 @@ def test_a_rate_that_is_none_is_refused_and_those_of_other_captures_are_left_alo
 
 def test_layers_with_another_configuration_share_no_template() -> None:
     torch.manual_seed(0)
-    model = whole.Model()
-    model.layers[2] = whole.Whole(config=replace(whole.Config(), rounding=whole.Rounding.HALVES))
+    model = capturing.Model()
+    model.layers[2] = capturing.Whole(config=capturing.Config(capturing.Rounding.HALVES))
     plain, streamed = twins(model)
     assert_call_same(plain, streamed, torch.linspace(-1, 1, 8).view(2, 4))
     assert len(schedules(streamed)[-1].templates) == 4

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.draws import drawn
 from tests.frames import command, judge
-from tests.frames.case import Case, Options
+from tests.frames.case import Case
 from tests.frames.parts import KINDS
 from tests.sources import ROOT
 
@@ -114,14 +114,6 @@ def test_a_planted_fault_is_seen(fault: Any, parts: tuple[Part, ...], kind: str)
         assert judge.judge(Case(parts)).kind == kind
 
 
-def test_a_mismatch_is_made_small() -> None:
-    others = part("kept view", "of a parameter", "made in the forward"), part("asks", "shape")
-    case = Case((others[0], ALIAS, others[1]), rows=(3, 2, 4), options=Options(lookahead=1))
-    with mock.patch.object(judge, "megacompile", another_model):
-        small = judge.shrink(case, judge.EAGER)
-        assert judge.judge(small).kind == "mismatch" and small.size[:2] == (1, 0)
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits a child's memory")
 
 LIES = {  # code that is run first: what `python -m tests.budgets` says then
@@ -142,14 +134,3 @@ def test_each_runs_or_is_refused(tmp_path: Path, lie: str) -> None:
     done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == bool(lie), done.stdout + done.stderr
     assert LIES[lie] in done.stdout and ("FAULT" in done.stdout) == bool(lie)
-
-
-@linux
-def test_cases_differ() -> None:
-    from tests.budgets import Case
-
-    cases = [Case.draw(seed) for seed in range(40)]
-    assert len({case.optimizer for case in cases}) == 3
-    assert any(case.disk_weights for case in cases) and any(case.in_backward for case in cases)
-    assert any("int8" in case.options.values() for case in cases)
-    assert all(case == Case.draw(case.seed) for case in cases)

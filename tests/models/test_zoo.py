@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,8 +13,8 @@ from tests.draws import drawn
 from tests.zoo import table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.command import faults, tolerance
-from tests.zoo.compare import Result, compare, error
-from tests.zoo.entry import Entry, Family, Rounding
+from tests.zoo.compare import compare, error
+from tests.zoo.entry import Entry, Family
 
 FAST = ("llama (eager)", "resnet", "nn.LSTM", "nn.EmbeddingBag")
 OTHERS = ("mixtral (sdpa)", "t5", "bert (eager)", "vit (sdpa)", "nn.Transformer")
@@ -49,44 +47,6 @@ def test_the_page_is_what_the_command_writes() -> None:
     assert text.startswith(table.INTRODUCTION)
     assert list(rows) == list(ENTRIES)
     assert all(row.line() in text.splitlines() for row in rows.values())
-
-
-# --- what the command does with results
-
-
-ENTRY = ENTRIES["nn.Conv1d"]
-EXACT = Result("nn.Conv1d", 0, 3, 1.0, 0.0, "", (), 1.0)
-OFF = replace(EXACT, error=3e-6, where="step 0: loss")
-BROKEN = replace(EXACT, breaks=1, streamed=0.999)
-ROUNDED = replace(ENTRY, rounding=Rounding(1e-5, "it rounds"))
-
-
-def written(entry: Entry, result: Result) -> tuple[dict[str, table.Row], str]:
-    """The rows of one result, and its page."""
-    row = table.Row.of(entry, result)
-    return {entry.name: row}, table.page({entry.family: [row]}, "torch 1.2")
-
-
-def test_rows_are_read_as_they_are_written_and_compared() -> None:
-    """What differs from the page is told, but for rounding that varies between machines."""
-    for result in (EXACT, OFF, BROKEN):
-        rows, text = written(replace(ROUNDED, note="it branches"), result)
-        assert table.rows_of(text) == rows and table.changes(rows, text) == []
-    _, text = written(ENTRY, EXACT)
-    for other in (OFF, BROKEN, replace(EXACT, stages=4)):
-        assert len(table.changes(written(ENTRY, other)[0], text)) == 1
-    _, text = written(ROUNDED, OFF)
-    assert table.changes(written(ROUNDED, replace(OFF, error=3e-7))[0], text) == []
-    assert table.changes(written(ROUNDED, EXACT)[0], text) != []
-
-
-def test_faults() -> None:
-    assert faults(ENTRY, OFF, gpu=True) == []
-    assert faults(ENTRY, replace(OFF, error=2e-3), gpu=True) != []
-    assert faults(ENTRY, EXACT) == faults(ROUNDED, OFF) == []
-    assert len(faults(ENTRY, OFF)) == len(faults(ENTRY, BROKEN)) == 1
-    assert faults(ENTRY, OFF, tiles=3) == []
-    assert faults(replace(ENTRY, note="it branches"), BROKEN) == []
 
 
 class Wrong(nn.Linear):

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from megacompile.errors import OptimizerError
 from tests import inside
-from tests.interrupts import Places, traced
 from tests.stateful.late import Late, late
 from tests.training import (
     BUCKET,
@@ -31,10 +30,9 @@ from tests.training import (
     data,
     gradients,
     net,
-    take_steps,
     train,
 )
-from tests.zoo import WIDTH, assert_same, batch, equal, step, twins
+from tests.zoo import WIDTH, assert_same, equal, twins
 
 LIBRARY: Any = torch  # its stubs do not know all of these
 EXCHANGE = "__dlpack_c_exchange_api__"  # libraries that find it read memory without a call
@@ -239,52 +237,3 @@ def test_a_step_that_breaks_off_behind_its_count() -> None:
             train(each, [optimizer], 2, start=2)
         assert_same(both.plain, model)
         both.load()
-
-
-class Loss(nn.Module):
-    """One bucket: there are some hundred instructions for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.head(x), y)
-
-
-def test_an_old_update_never_overwrites_a_checkpoint() -> None:
-    """Ctrl-C anywhere in a step, and then a checkpoint is loaded."""
-    torch.manual_seed(0)
-    plain, model = twins(Loss())
-    optimizers = [SGD(each.parameters(), 0.1, 0.9) for each in (plain, model)]
-    for each, optimizer in zip((plain, model), optimizers, strict=True):
-        take_steps(each, optimizer, 2)
-    workers = late(model)
-    checkpoint = copy.deepcopy((plain.state_dict(), optimizers[0].state_dict()))
-    found = {n: torch.randn_like(p) for n, p in plain.named_parameters()}
-    at, seen = 0, 0
-    while True:
-        at += 13
-        for name, param in model.named_parameters():
-            param.grad = found[name].clone()
-        places = Places(at)
-        try:
-            with traced(places):
-                optimizers[1].step()
-        except KeyboardInterrupt:
-            seen += 1
-        else:
-            break
-        model.load_state_dict(checkpoint[0])
-        optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
-        workers.finish()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, checkpoint[0][name]), (places.stopped, name)
-    assert seen > 25
-    model.load_state_dict(checkpoint[0])
-    optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
-    for each, optimizer in zip((plain, model), optimizers, strict=True):
-        each.zero_grad()
-        take_steps(each, optimizer, 3)
-    assert_same(plain, model)
-    assert equal(step(plain, batch(5)), step(model, batch(5)))

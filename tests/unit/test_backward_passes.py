@@ -1,7 +1,6 @@
-"""The backward graph: what it takes, norms of what leaves, what runs again for its outputs.
+"""Passes take time in proportion to the layers of a model; what each makes is in `passes.txt`.
 
-Passes take time in proportion to the layers of a model. Strings in, strings out; more rows are in
-`passes.txt`. And the code of a stage: constants that are equal, eager code without idle views.
+And the code of a stage: constants that are equal, eager code without idle views.
 """
 
 from __future__ import annotations
@@ -10,121 +9,20 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from megacompile.ir import ops
 from megacompile.ir.capture import constant_key, function_key
 from megacompile.ir.schedule import Schedule
-from tests.actions import apply, frees, parse, text
+from tests.actions import parse
 from tests.capturing import Config, Kernel, Rounding
 from tests.planned import PASSES, rows
 from tests.zoo import twins
-
-
-def backward(schedule: Schedule) -> fx.Graph:
-    assert schedule.backward is not None
-    return schedule.backward
-
-
-def takes(schedule: Schedule) -> str:
-    """What each backward takes: "1B(s1_0; d2_0)", saved tensors; tangents; carries."""
-    words = []
-    for node in ops.nodes_of(backward(schedule), ops.backward):
-        _, _, args, saved, tangents, partial_gradients = ops.arguments(node)
-        parts = [[a for a in args if a], saved, tangents, partial_gradients]
-        shown = "; ".join(" ".join(value.name for value in part) for part in parts if part)
-        words.append(f"{ops.label(node)}({shown})")
-    return " ".join(words)
-
-
-ALL = "2B(s2_0; t0) 1B(s1_0; d2_0) 0B(s0_0; d1_0"
-
-
-@pytest.mark.parametrize(
-    ("stubs", "after", "taken"),
-    [
-        ({}, "0F 1F 2F | 2B 1B 0B", ALL + ")"),
-        ({"frozen": (0,)}, "0F 1F 2F | 2B 1B", "2B(s2_0; t0) 1B(s1_0; d2_0)"),
-        # the generator's state is saved just before a random stage
-        ({"random": (1,)}, "0F 1RNG 1F 2F | 2B 1B 0B", ALL + ")"),
-        # gradients of a shared bucket are carried
-        ({"reads": {2: "0"}}, "0F 1F 2F | 2B 1B 0B", ALL + "; g0_2)"),
-    ],
-)
-def test_backwards_from_last_to_first(stubs: dict[str, Any], after: str, taken: str) -> None:
-    """Residuals are what the backward takes, and every boundary: a backward for other outputs could
-    be built later, from the boundaries alone."""
-    schedule = apply(PASSES.differentiate, parse("0F 1F 2F", **stubs))
-    assert text(schedule) == after and takes(schedule) == taken
-    saving = [ops.arguments(n)[3] for n in ops.nodes_of(schedule.forward, ops.forward)]
-    assert saving == [i not in stubs.get("frozen", ()) for i in range(3)]
-    assert ("rng1" in schedule.saved_values) == ("random" in stubs)
-    assert {"x", "y0_0", "y1_0", "s2_0"} <= {*schedule.saved_values}
-    assert tuple(n.name for n in ops.returned(schedule.forward)[1]) == schedule.saved_values
-
-
-# Stages that run again for their outputs.
-
-CHAIN, LONG = "0F 1F 2F 3F | 3B 2B 1B 0B", "0F 1F 2F 3F 4F 5F 6F | 6B 5B 4B 3B 2B 1B 0B"
-
-
-def rerun(line: str, which: Sequence[int], *, keep: Sequence[int] = (3,), **plan: Any) -> Schedule:
-    schedule = parse(line, random=(1,) if "RNG" in line else ())
-    planned = rows(len(schedule.stages), keep, rerun=which, **plan)
-    return apply(PASSES.insert_reruns, PASSES.insert_recompute(replace(schedule, plan=planned)))
-
-
-@pytest.mark.parametrize(
-    ("line", "which", "keep", "after", "gone"),
-    [
-        (  # ahead of their first use
-            CHAIN,
-            (1,),
-            (3,),
-            "3B 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B",
-            "1",
-        ),
-        (  # rows, each ahead of its last
-            LONG,
-            (1, 2, 4, 5),
-            (),
-            "4RERUN 5RERUN 6RECOMPUTE 6B 5RECOMPUTE 5B 4RECOMPUTE 4B 1RERUN 2RERUN 3RECOMPUTE 3B "
-            "2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B",
-            "1245",
-        ),
-        (CHAIN, (), (3,), "3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B", ""),
-    ],
-)
-def test_outputs_are_computed_again(
-    line: str, which: Sequence[int], keep: Sequence[int], after: str, gone: str
-) -> None:
-    schedule = rerun(line, which, keep=keep)
-    assert text(schedule).split(" | ")[1] == after
-    boundaries = {f"y{k}_0" for k in range(line.count("F") - 1) if k not in keep}
-    saved = {name for name in schedule.saved_values if name in boundaries}
-    assert boundaries - saved == {f"y{k}_0" for k in gone}
-
-
-def test_what_runs_again_draws_the_same_comes_in_time_and_dies_with_its_last_reader() -> None:
-    assert text(rerun("0F 1F", (0,))) == "0F 1F"
-    schedule = rerun("0F 1RNG 1F 2F 3F | 3B 2B 1B 0B", (1,))
-    (node,) = ops.nodes_of(backward(schedule), ops.rerun)
-    assert ops.arguments(node)[3].name == "rng1"
-    assert "2RECOMPUTE -y1_0_again 2B" in frees(backward(PASSES.insert_free(schedule)))
-    on_host = rerun(CHAIN, (1,), offload=frozenset({0, 1, 2}))
-    assert text(apply(functools.partial(PASSES.offload_saved_tensors, lookahead=1), on_host)) == (
-        "0F 1OFFLOAD_SAVED 1F 2F 3F | "
-        "1FETCH_SAVED 3B 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
-    )
-
-
-# In proportion to the layers.
 
 
 @functools.cache

@@ -100,20 +100,6 @@ def new_pool() -> Any:
     return inside.machine(megacompile(torch.nn.Linear(2, 2), device="cpu")).activations
 
 
-def test_what_is_lent_is_not_lent_again() -> None:
-    of = new_pool()
-    first, second = torch.full((100,), 1.0), torch.full((100,), 2.0)
-    one, two = OnHost.of(of, first, None), OnHost.of(of, second, None)
-    assert torch.equal(one.back(None), first) and torch.equal(two.back(None), second)
-    assert (of.lent_bytes, of.held_bytes, of.peak_bytes) == (800, 800, 800)
-    del one
-    assert (of.held_bytes, of.lent_bytes) == (800, 400)
-    three = OnHost.of(of, first, None)
-    assert of.held_bytes == 800 and torch.equal(two.back(None), second)
-    del two, three
-    assert (of.held_bytes, of.lent_bytes) == (800, 0)
-
-
 def test_a_smaller_value_takes_a_larger_buffer_but_not_a_huge_one() -> None:
     of = new_pool()
     OnHost.of(of, torch.zeros(1000), None)  # 4000 bytes, and free again

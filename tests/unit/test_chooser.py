@@ -90,17 +90,6 @@ def two_programs(gpu_memory: int, **options: Any) -> list[Any]:
     return captured(Broken(), 64, WIDTH, dtype=torch.float32, gpu_memory=gpu_memory, **options)
 
 
-def test_each_graph_decides_about_its_own_buckets() -> None:
-    made = two_programs(GIB)
-    schedules = [each.schedule() for each in made]
-    keys = [{bucket.key for bucket in schedule.buckets} for schedule in schedules]
-    assert len(keys) == 2 and [schedule.plan.resident for schedule in schedules] == keys
-    plans = made[0].plans
-    assert plans.placement.places.resident == keys[0] | keys[1]
-    plans.compiler.replan()
-    assert [each.schedule().plan.resident for each in made] == keys, "nothing moves again"
-
-
 @pytest.mark.parametrize(("layers", "left"), [(4.5, 1), (5.5, 3)])
 def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -> None:
     """Memory is in layers, with gradients and states, next to the memory of streaming."""
@@ -250,17 +239,6 @@ def test_a_plan_counts_what_lives_there_for_other_code() -> None:
         assert peak_bytes + stays * LAYER <= budget
         uncaptured(plans, frozenset(range(100)) - own)
         assert min(own) in wanted(plans) or not stays
-
-
-def test_a_plan_that_reads_them_decides_as_if_they_had_not_been_there() -> None:
-    found = []
-    for read_before in (False, True):
-        made = two_programs(8 * LAYER, device_update=0.0)
-        if read_before:
-            uncaptured(made[0].plans, frozenset())
-            assert len(wanted(made[0].plans)) == 4
-        found.append([each.schedule().plan.resident for each in made])
-    assert found[0] == found[1]
 
 
 def test_it_leaves_first_when_the_device_runs_out_of_memory() -> None:

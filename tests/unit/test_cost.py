@@ -185,14 +185,6 @@ def scales(packed: torch.Tensor) -> torch.Tensor:
 scales.register_fake(lambda packed: torch.empty_like(packed))
 
 
-def test_operators_of_other_packages_are_not_fused() -> None:
-    """Their inputs and outputs are in memory."""
-
-    analysis = found(lambda packed, x: x.mm(scales(scales(packed * 2) + 1)), (N, N), (N, N))
-    assert len(analysis.kernels) == 5  # * 2, scales, + 1, scales, the product
-    assert analysis.peak_bytes == 2 * SQUARE
-
-
 def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
     rows, classes, chunk = 512, 1000, 256
 

@@ -256,57 +256,6 @@ def by_hand(*spans: tuple[str, str, float, float, int]) -> Any:
     return replace(whole(), spans=tuple(found), runs=tuple(runs))
 
 
-def path(timeline: Any) -> list[tuple[str, float, float]]:
-    return [
-        (chunk.span.op.name if chunk.span else "-", chunk.start_s, chunk.stop_s)
-        for chunk in critical_path.critical_path(timeline, MODEL)
-    ]
-
-
-def test_who_was_done_last_was_waited_for_if_it_was_waited_for_at_all() -> None:
-    """A copy that ends just before an unrelated compute does not count as waited for."""
-    spans = (
-        ("0PREFETCH@0", "h2d", 0.0, 1.0, 0),
-        ("1PREFETCH@1", "h2d", 1.0, 4.0, 0),
-        ("2PREFETCH@2", "h2d", 4.0, 5.9, 0),
-        ("0F", "compute", 1.0, 2.0, 0),
-        ("1F", "compute", 4.5, 6.0, 0),
-        ("2F", "compute", 6.0, 7.0, 0),
-    )
-    assert path(by_hand(*spans)) == [
-        ("0PREFETCH@0", 0.0, 1.0),
-        ("1PREFETCH@1", 1.0, 4.0),
-        ("-", 4.0, 4.5),  # the host had not issued 1F
-        ("1F", 4.5, 6.0),  # and not 2PREFETCH, though that ended right before 2F
-        ("2F", 6.0, 7.0),
-    ]
-    found = critical_path.traced_steps(by_hand(*spans), MODEL)
-    assert found is not None and found.step_s == 7.0
-    assert found.waited_s == {"h2d": 4.0, "compute": 2.5, critical_path.NONE: 0.5}
-    assert found.busy_s["h2d"] == pytest.approx(5.9)
-
-
-def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
-    spans = (
-        ("0F", "compute", 0.0, 1.0, 0),
-        ("0B", "compute", 1.0, 2.0, 1),
-        ("0OFFLOAD_GRAD", "d2h", 2.0, 2.5, 1),
-        ("0UPDATE", "host", 2.5, 5.0, 2),
-        ("1UPDATE", "host", 5.0, 7.0, 2),
-        ("0PREFETCH@0", "h2d", 5.0, 5.5, 3),
-        ("0F", "compute", 5.5, 6.0, 3),
-        ("1PREFETCH@1", "h2d", 7.0, 7.5, 3),
-        ("1F", "compute", 7.5, 8.0, 3),
-        ("1B", "compute", 8.0, 9.0, 4),
-    )
-    timeline = by_hand(*spans)
-    step = critical_path.period(timeline, MODEL)
-    assert step == critical_path.Period(2.0, 9.0, 1)
-    names = [name for name, _, _ in path(timeline)]
-    assert names == ["0OFFLOAD_GRAD", "0UPDATE", "1UPDATE", "1PREFETCH@1", "1F", "1B"]
-    assert critical_path.waited_s(critical_path.critical_path(timeline, MODEL))["host"] == 4.5
-
-
 def test_what_ran_once_or_not_at_all() -> None:
     one = by_hand(("0F", "compute", 1.0, 2.0, 0), ("0B", "compute", 2.0, 4.0, 1))
     assert critical_path.period(one, MODEL) == critical_path.Period(1.0, 4.0, 1)

@@ -17,7 +17,6 @@ from megacompile.cost.memory import device_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
 from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, Slot
-from megacompile.ir.capture import Ambient
 from megacompile.ir.ops.op import OPS, Show, Takes, Value, by_subject, op
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -27,7 +26,6 @@ from tests.edits import edited, find
 from tests.layouts import layout_of
 from tests.planned import EVERYTHING, built, planned
 
-CPU = torch.device("cpu")
 BUCKET = Bucket(0, "layers.3", (), 0, "3")
 
 
@@ -120,16 +118,6 @@ def test_a_copy_says_the_same_with_nodes_of_its_own(spec: dict[str, Any]) -> Non
     assert list(map(shape_of, schedule.graphs.values())) == before, "the original stays"
 
 
-def test_names_that_python_has_too_survive_a_copy() -> None:
-    schedule = built(training=False)
-    graph = schedule.forward
-    with graph.inserting_before(next(iter(graph.nodes))):
-        for name in ("len", "x_1", "forward", "float", "_x"):
-            graph.placeholder(name)
-    names = [node.name for node in graph.nodes]
-    assert [node.name for node in schedule.copy().forward.nodes] == names
-
-
 # Buckets.
 
 
@@ -198,16 +186,3 @@ def test_leaves_of_metas_are_leaves_whatever_the_mode() -> None:
         with torch.set_grad_enabled(grad_enabled):
             assert all(t.requires_grad and t.is_leaf for t in (meta.empty(), meta.zeros()))
     assert TensorMeta.of(torch.empty(100, 100)[:2, :3]).size_bytes == 24, "a view's own"
-
-
-def test_ambient_is_put_back() -> None:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        inside = Ambient.current(CPU)
-    outside = Ambient.current(CPU)
-    assert inside != outside
-    with inside.apply():
-        assert Ambient.current(CPU) == inside
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
-    with inside.apply(autocast=False):
-        assert not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
-    assert Ambient.current(CPU) == outside

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import operator
 import re
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,124 +33,36 @@ SPECS: list[dict[str, Any]] = [
 ]
 
 
-class Value:
-    """The result of a stub op, which knows its call."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class Recorder:
-    """Stub ops that record their calls by the names of the values, without keeping these alive."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
-        self.alive: list[set[str]] = []  # the values that exist, at each call
-        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
-
-    def value(self, name: str) -> Value:
-        made = Value(name)
-        self._values.add(made)
-        return made
-
-    def namespace(self, schedule: Schedule) -> dict[str, Any]:
-        objects = [*schedule.stages, *schedule.buckets, *schedule.slots]
-        stubs = {op.name: self._stub(op.name) for op in ops.OPS.values()}
-        return {**stubs, "wait": self._wait, **{repr(item): item for item in objects}}
-
-    def _stub(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, after: Any = ()) -> Any:
-            self._note(name, args, after)
-            made = f"call {len(self.calls)}"
-            if name not in ("forward", "recompute", "backward"):
-                return self.value(made)
-            return tuple(self.value(f"{made}[{i}]") for i in range(results(name, *args)))
-
-        return call
-
-    def _wait(self, *after: Value) -> None:
-        self._note("wait", (), after)
-
-    def _note(self, name: str, args: Any, after: Any) -> None:
-        self.alive.append({value.name for value in self._values})
-        self.calls.append((name, named(args), named(after)))
-
-
-def results(name: str, stage: Any, *args: Any) -> int:
-    """Number of results of the stub stages, counted independently of the code under test."""
-    if name == "forward":
-        return 1 + len(stage.mutated) + (2 if args[2] else 0)
-    return 2 if name == "recompute" else 1 + len(stage.buckets)
-
-
-def named(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return tuple(named(item) for item in value)
-    return value.name if isinstance(value, Value) else value
-
-
-def waits(free: fx.Node) -> bool:
-    """True if a `free` waits; it need not if the previous one has waited for the same."""
-    after, before = free.kwargs.get("after"), free.prev
-    return bool(after) and (before.target is not ops.free or before.kwargs.get("after") != after)
-
-
-def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
-    """Execute a graph's code on stubs; its inputs are values with the placeholders' names."""
-    recorder = Recorder()
-    namespace = recorder.namespace(schedule)
-    exec(compile(schedule.code(), "<schedule>", "exec"), namespace)
-    graph = schedule.graphs[name]
-    inputs = [recorder.value(node.name) for node in graph.find_nodes(op="placeholder")]
-    returned = named(namespace[f"run_{name}"](inputs))
-    assert inputs == [], "the inputs are let go"
-    return recorder, returned
-
-
-def check(schedule: Schedule, name: str) -> None:
-    """A graph's code makes its calls, returns its results, and drops freed values in time."""
-    recorder, returned = run(schedule, name)
-    calls: list[tuple[object, ...]] = []
-    names: dict[fx.Node, Any] = {}
-    freed: set[str] = set()
-
-    def resolve(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return tuple(resolve(item) for item in value)
-        return names[value] if isinstance(value, fx.Node) else value
-
-    for node in schedule.graphs[name].nodes:
-        after = resolve(node.kwargs.get("after", ()))
-        if node.op == "placeholder":
-            names[node] = node.name
-        elif node.op == "output":
-            assert returned == resolve(node.args[0])
-        elif node.target is operator.getitem:
-            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
-        elif node.target is ops.free:
-            calls += [("wait", (), after)] if waits(node) else []
-            freed.add(names[node.args[0]])
-        else:
-            assert not recorder.alive[len(calls)] & freed, f"{node.name}: {freed} should be gone"
-            op = ops.op_of(node)
-            assert op is not None
-            calls.append((op.name, resolve(node.args), after))
-            names[node] = f"call {len(calls)}"
-            if node.target is ops.defer_free:
-                freed.add(names[node.args[0]])
-    assert recorder.calls == calls != []
-
-
 def function(schedule: Schedule, name: str) -> str:
     return "def " + schedule.code().split("\n\ndef ")[1:][list(schedule.graphs).index(name)]
 
 
+def steps(graph: fx.Graph) -> list[str]:
+    """The ops of a graph in their order, and the names that it frees."""
+    found = []
+    for node in graph.nodes:
+        if ops.op_of(node) is not None and node.target is not ops.free:
+            found.append(ops.label(node))
+        if node.target in (ops.free, ops.defer_free):
+            found.append(node.args[0].name)
+    return found
+
+
+def steps_of_code(code: str) -> list[str]:
+    """The same of a function, by its labels and its `del`."""
+    said = re.findall(r"\bdel ([\w, ]+)|  # [a-z]\S* +([A-Z0-9]\S*)", code)
+    words = [word for names, label in said for word in ([label] if label else names.split(", "))]
+    return [word.strip() for word in words if word != "WAIT"]
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_code_makes_the_calls_of_the_graph(spec: dict[str, Any]) -> None:
+    """And drops what it frees, where it does."""
     schedule = built(**spec)
-    for name in schedule.graphs:
-        check(schedule, name)
-        lines = [line.split("  #")[0].rstrip() for line in function(schedule, name).splitlines()]
+    for name, graph in schedule.graphs.items():
+        code = function(schedule, name)
+        assert steps_of_code(code) == steps(graph)
+        lines = [line.split("  #")[0].rstrip() for line in code.splitlines()]
         assert max(map(len, lines)) <= 80
 
 
@@ -188,7 +97,12 @@ def test_variables_shadow_neither_ops_nor_objects() -> None:
     x, begin = schedule.forward.find_nodes(op="placeholder")[0], find(schedule, "forward", "BEGIN")
     x.name, begin.name = "stage_0", "wait"
     find(schedule, "forward", "0F").name = "prefetch"
-    check(schedule, "forward")
+    names = {node.id for node in ast.walk(ast.parse(schedule.code())) if is_stored(node)}
+    assert not names & {"stage_0", "wait", "prefetch"}
+
+
+def is_stored(node: Any) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def test_what_nobody_takes_is_dropped() -> None:
@@ -212,9 +126,6 @@ def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
     third = find(schedule, "forward", "2PREFETCH@0")
     third.kwargs = {"after": (find(schedule, "forward", "0F"),)}
     assert "f0 = y0_0, = forward(stage_0" in function(schedule, "forward")
-    recorder, _ = run(schedule, "forward")
-    assert "call 4[0]" in recorder.alive[-2], "1F reads y0_0"
-    assert "call 4[0]" not in recorder.alive[-1], "2F does not"
 
 
 def test_the_table_has_a_row_for_each_step() -> None:
