@@ -162,18 +162,6 @@ def test_the_norm_is_that_of_the_plain_loop(resident: Any) -> None:
     zoo.assert_close(plain, streamed)
 
 
-def test_a_block_in_a_block_ends_alone() -> None:
-    _, streamed, _ = pair()
-    before = streamed.head.weight.detach().clone()
-    with accumulate(streamed):
-        with accumulate(streamed):
-            streamed(**batch(0)).backward()
-        streamed(**batch(1)).backward()
-    assert torch.equal(streamed.head.weight, before), "no micro-batch was the last"
-    streamed(**batch(2)).backward()
-    assert not torch.equal(streamed.head.weight, before)
-
-
 def test_gradients_that_are_there() -> None:
     """Within `accumulate`, and those that `autograd.grad` gives, which updates nothing."""
     plain, streamed, optimizer = pair()

@@ -132,15 +132,20 @@ def model(
     return made
 
 
-Loop = Callable[[Any, Any, list[Tensor]], list[Tensor]]
+Loop = Callable[[Any, Any, list[Tensor]], list[Tensor]]  # up to the step
+
+
+def step(loop: Loop, net: Any, optimizer: Any, *batch: Tensor) -> list[Tensor]:
+    found = loop(net, optimizer, [*batch])
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=loop is not fills_gradients_with_zeros)
+    return found
 
 
 def usual(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     y, mean = net(batch[0])
     loss = y.square().mean() + mean.sum()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return [y, mean, loss]
 
 
@@ -150,8 +155,6 @@ def accumulates(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     for x in batch:
         losses.append(net(x)[0].square().mean())
         losses[-1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return losses
 
 
@@ -160,8 +163,6 @@ def two_forwards(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     (first, mean), (second, other) = map(net, batch)
     loss = (first * second.detach()).mean() + second.square().mean() + (mean + other).sum()
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return [first, second]
 
 
@@ -175,8 +176,6 @@ def keeps_the_graph(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tenso
     loss = net(batch[0])[0].square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return [loss]
 
 
@@ -186,23 +185,18 @@ def holds_gradients(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tenso
     of_x, of_head = torch.autograd.grad(net(x)[0].square().mean(), [x, net.head.weight])
     net(batch[1])[0].square().mean().backward()
     found = [p.grad for p in net.parameters()]
-    optimizer.step()
-    optimizer.zero_grad()
     return [of_x, of_head, *found]
 
 
 def fills_gradients_with_zeros(net: Any, optimizer: Any, batch: Any) -> list[Tensor]:
+    """Instead of None, behind the step."""
     net(batch[0])[0].square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
     return []
 
 
 def clips(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     net(batch[0])[0].square().mean().backward()
     norm = nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-    optimizer.step()
-    optimizer.zero_grad()
     return [norm]
 
 
@@ -227,8 +221,6 @@ def evaluates_before_the_backward(net: Any, optimizer: Any, batch: list[Tensor])
     y, mean = net(batch[0])
     evaluate()
     (y.square().mean() + mean.sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return [y, mean, *found]
 
 
@@ -256,8 +248,6 @@ def changes_an_output(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Ten
     y.mul_(2)
     mean.add_(1)
     (y.square().mean() + mean.square().sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
     return [y, mean]
 
 
@@ -291,7 +281,7 @@ def trained(net: nn.Module, loop: Loop, device: str = "cpu") -> list[Tensor]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     found: list[Tensor] = []
     for _ in range(STEPS):
-        found += loop(net, optimizer, [torch.randn(8, 16, device=device) for _ in range(2)])
+        found += step(loop, net, optimizer, *(torch.randn(8, 16, device=device) for _ in range(2)))
     return [*found, *net.state_dict().values()]
 
 
@@ -374,10 +364,10 @@ def test_each_call_is_a_replay_in_the_end() -> None:
     net = model(emulated)
     optimizer = torch.optim.AdamW(net.parameters())
     for _ in range(SETTLED):
-        usual(net, optimizer, [torch.randn(8, 16)])
+        step(usual, net, optimizer, torch.randn(8, 16))
     before, held = emulated.replays, []
     for _ in range(3):
-        held += usual(net, optimizer, [torch.randn(8, 16)])
+        held += step(usual, net, optimizer, torch.randn(8, 16))
     assert emulated.replays - before == 2 * 3
     assert emulated.captures == 2
 
@@ -389,7 +379,7 @@ def test_there_are_no_more_graphs_than_the_device_holds() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     for rows in range(8, 13):
         for _ in range(SETTLED):
-            usual(net, optimizer, [torch.randn(rows, 16)])
+            step(usual, net, optimizer, torch.randn(rows, 16))
         assert 0 < len(emulated.graphs) <= 2 * 4
     assert emulated.captures == 2 * 5
     del net, optimizer
@@ -403,7 +393,7 @@ def test_a_larger_plan_takes_the_memory_of_graphs() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     for rows, graphs in ((8, 2), (48, 0), (8, 2)):
         for k in range(SETTLED):
-            usual(net, optimizer, [torch.randn(rows, 16)])
+            step(usual, net, optimizer, torch.randn(rows, 16))
             assert k or rows == 8 or not emulated.graphs
         assert len(emulated.graphs) == graphs, rows
 

@@ -188,6 +188,19 @@ def test_a_parameter_that_a_call_is_given_too(both_are_given: bool) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+def test_what_was_accumulated_moves_along_where_the_user_keeps_another_gradient() -> None:
+    """New memory for a bucket's gradients: that of one of them is the user's now."""
+    both, kept = pair(), []
+    for model in both:
+        model(inputs()).sum().backward()
+        kept.append(model.head.bias.grad)
+        model.head.bias.grad = None
+        model(inputs(1)).square().sum().backward()
+    assert equal(*kept)
+    for a, b in zip(*(model.parameters() for model in both), strict=True):
+        assert equal(a.grad, b.grad)
+
+
 def test_a_backward_that_fails_leaves_what_was_accumulated() -> None:
     """Of the graph that has run; and what it took over is given back."""
     both = pair(Broken)

@@ -97,12 +97,9 @@ def test_variables_shadow_neither_ops_nor_objects() -> None:
     x, begin = schedule.forward.find_nodes(op="placeholder")[0], find(schedule, "forward", "BEGIN")
     x.name, begin.name = "stage_0", "wait"
     find(schedule, "forward", "0F").name = "prefetch"
-    names = {node.id for node in ast.walk(ast.parse(schedule.code())) if is_stored(node)}
-    assert not names & {"stage_0", "wait", "prefetch"}
-
-
-def is_stored(node: Any) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    nodes = [node for node in ast.walk(ast.parse(schedule.code())) if isinstance(node, ast.Name)]
+    stored = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+    assert not stored & {"stage_0", "wait", "prefetch"}
 
 
 def test_what_nobody_takes_is_dropped() -> None:
