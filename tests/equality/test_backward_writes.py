@@ -185,7 +185,7 @@ def steps(model: Any, *, micro: int = 1) -> list[Tensor]:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_backward_that_writes_runs_in_eager_mode(layer: type[Layer]) -> None:
-    with pytest.warns(UserWarning, match="eager mode.*in place in the backward"):
+    with pytest.warns(UserWarning, match="eager mode"):
         assert_alike(pair(lambda: Net(layer, layer)), lambda model: steps(model, micro=2))
 
 
@@ -209,5 +209,5 @@ def test_what_another_layer_gave() -> None:
     def use(model: Any) -> None:
         model(inputs(0)).backward()
 
-    with pytest.warns(UserWarning, match="eager mode.*in place in the backward"):
+    with pytest.warns(UserWarning, match="eager mode"):
         assert_alike(pair(lambda: ChangesWhatALayerGave(Reads, Reads, Reads)), use)

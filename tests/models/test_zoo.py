@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tests.draws import drawn
 from tests.zoo import table
-from tests.zoo.catalogue import ENTRIES
-from tests.zoo.command import faults, tolerance
+from tests.zoo.command import ENTRIES, faults, tolerance
 from tests.zoo.compare import compare, error
 from tests.zoo.entry import Entry, Family
 

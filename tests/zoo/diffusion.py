@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.zoo.entry import BATCH, Call, Entry, floats
-from tests.zoo.hugging_face import of_diffusers
+from tests.zoo.entry import BATCH, Call, Entry, floats, of_diffusers
 
 GROUPS = {"norm_num_groups": 4}
 BLOCKS = {"block_out_channels": (8, 16), "layers_per_block": 1, **GROUPS}

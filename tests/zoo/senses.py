@@ -12,8 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.entry import BATCH, Call, Entry, Family, Rounding, floats, ids
-from tests.zoo.hugging_face import ALONE, BOTH_SIDES, GROUPED, TINY, TURNS, of_transformers
+from tests.zoo.entry import (
+    ALONE,
+    BATCH,
+    BOTH_SIDES,
+    GROUPED,
+    TINY,
+    TURNS,
+    Call,
+    Entry,
+    Family,
+    Rounding,
+    floats,
+    ids,
+    of_transformers,
+)
 
 # --- vision
 

@@ -8,8 +8,22 @@ from typing import Any
 
 import torch
 
-from tests.zoo.entry import BATCH, LENGTH, Call, Entry, Family, Rounding, floats, ids
-from tests.zoo.hugging_face import ALONE, BOTH_SIDES, GROUPED, TINY, TURNS, of_transformers
+from tests.zoo.entry import (
+    ALONE,
+    BATCH,
+    BOTH_SIDES,
+    GROUPED,
+    LENGTH,
+    TINY,
+    TURNS,
+    Call,
+    Entry,
+    Family,
+    Rounding,
+    floats,
+    ids,
+    of_transformers,
+)
 
 # --- decoders
 
