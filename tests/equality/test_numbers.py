@@ -12,33 +12,91 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import train_lm
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from megacompile.ir import ops
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
-from tests import cases
+from tests import zoo
 from tests.zoo import assert_same
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
-def both(
-    name: str, device: torch.device, **options: Any
-) -> tuple[nn.Module, nn.Module, cases.Case]:
-    """A plain copy of a case's model on `device`, the streamed one, and the case."""
-    case = cases.build(name)
-    plain = copy.deepcopy(case.model).to(device)
-    streamed = megacompile(case.model, device=device, progress=False, **options)
-    return plain, streamed, case
+class Breaks(nn.Module):
+    """The identity, behind a graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
 
 
-def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Tensor:
+def language(*, dropout: float = 0.0, frozen: int = 0, tied: bool = False) -> Any:
+    layers = [zoo.Block(dropout=dropout) for _ in range(3)]
+    model = zoo.Language(64, zoo.WIDTH, layers, tied=tied)
+    for module in (model.embed, *layers)[:frozen]:
+        module.requires_grad_(False)
+    return model
+
+
+def with_more(*more: Any) -> Any:
+    """It goes on with other layers, or some of its own, by number."""
+    model = language()
+    model.layers.extend([model.layers[m] if isinstance(m, int) else m for m in more])
+    return model
+
+
+def of_words(model: Any, words: Tensor) -> Tensor:
+    return model(words)
+
+
+def of_floats(model: Any, words: Tensor) -> Tensor:
+    return model(F.one_hot(words.flatten() % zoo.WIDTH, zoo.WIDTH).float()).square().mean()
+
+
+def own_words(model: Any, words: Tensor) -> Tensor:
+    return model(input_ids=words, labels=words).loss
+
+
+QWEN2 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+QWEN2 |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+# What makes a model, and its loss of int64[2, 12].
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "demo gpt": (
+        lambda: train_lm.GPT(layers=3, width=32, heads=2, context=12),
+        lambda model, words: model(words, words.roll(-1, 1))[1],
+    ),
+    "hf qwen2": (lambda: zoo.hf_qwen2(**QWEN2, tie_word_embeddings=False), own_words),
+    "hf gpt2": (lambda: zoo.hf_gpt2(n_embd=32, n_layer=3), own_words),
+    "batch norm": (lambda: zoo.batchnorm()[0], of_floats),
+    "graph break": (lambda: with_more(Breaks(), zoo.Block()), of_words),
+    "tied": (lambda: language(tied=True), of_words),
+    "shared layer": (lambda: with_more(1, 0), of_words),
+    "frozen half": (lambda: language(frozen=2), of_words),
+    "dropout": (lambda: language(dropout=0.3), of_words),
+}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    return CASES[name][0]()
+
+
+def both(name: str, device: torch.device, **options: Any) -> tuple[Any, Any]:
+    """A plain copy of a case's model on `device`, and the streamed one."""
+    model = build(name)
+    plain = copy.deepcopy(model).to(device)
+    return plain, megacompile(model, device=device, progress=False, **options)
+
+
+def step(model: nn.Module, name: str, i: int, device: torch.device) -> Tensor:
     """Forward and backward on step `i`'s data, with that step's seed."""
+    words = zoo.tokens(100 + i, length=12)["input_ids"].to(device)
     torch.manual_seed(i)
-    loss = case.loss(model, i, device)
+    loss = CASES[name][1](model, words)
     loss.backward()
     return loss.detach()
 
@@ -49,26 +107,26 @@ def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Te
 def trained(name: str, *, in_backward: bool = False, **options: Any) -> nn.Module:
     """The streamed model, trained next to the plain one, equal up to rounding; two micro-batches a
     step and clipping, but for AdamW in the backward."""
-    case = cases.build(name)
-    models = copy.deepcopy(case.model), case.model
+    ours = build(name)
+    models = copy.deepcopy(ours), ours
     optimizers = [
         torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3)
         for each in models
     ]
     if in_backward:
         options["optimizer"] = optimizers[1]
-    megacompile(case.model, device="cpu", progress=False, **options)
+    megacompile(ours, device="cpu", progress=False, **options)
     for i in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
-            step(model, case, 2 * i, CPU)
+            step(model, name, 2 * i, CPU)
             if not in_backward:
-                step(model, case, 2 * i + 1, CPU)
+                step(model, name, 2 * i + 1, CPU)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1 if i % 2 else 100.0)
             optimizer.step()
             optimizer.zero_grad()
         for want, got in zip(models[0].parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    return case.model
+    return ours
 
 
 def tiles_of(model: nn.Module) -> dict[int, int]:
@@ -202,12 +260,12 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
     """The second step accumulates; that of a planned model is on buckets that have moved."""
-    plain, streamed, case = both(name, GPU, lowering="eager", **PLANS[plan])
+    plain, streamed = both(name, GPU, lowering="eager", **PLANS[plan])
     for i in range(2):
-        assert torch.equal(step(plain, case, i, GPU), step(streamed, case, i, GPU)), f"loss {i}"
+        assert torch.equal(step(plain, name, i, GPU), step(streamed, name, i, GPU)), f"loss {i}"
         assert_same(plain, streamed)
     wanted = "cpu" if plan == "streamed" else "cuda"
     assert {param.device.type for param in streamed.parameters()} == {wanted}
@@ -217,14 +275,14 @@ def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tiles"),
     [
-        *((name, None) for name in cases.CASES if name not in ("dropout", "hf gpt2")),
+        *((name, None) for name in CASES if name not in ("dropout", "hf gpt2")),
         *((name, 4) for name in ("demo gpt", "hf qwen2", "tied", "frozen half")),
     ],
 )
 def test_inductor_on_the_gpu(name: str, tiles: int | None) -> None:
     """Within 1e-5 relative in fp32; where a gradient is only rounding, of the largest one."""
-    plain, streamed, case = both(name, GPU, lowering="inductor", tiles=tiles or "auto")
-    want, got = step(plain, case, 0, GPU), step(streamed, case, 0, GPU)
+    plain, streamed = both(name, GPU, lowering="inductor", tiles=tiles or "auto")
+    want, got = step(plain, name, 0, GPU), step(streamed, name, 0, GPU)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     grads = [[p.grad for p in model.parameters()] for model in (plain, streamed)]
     assert [g is None for g in grads[0]] == [g is None for g in grads[1]]
