@@ -1,7 +1,7 @@
 """The cost of tracing: training steps of a Qwen2 model with a trace off and on, in turns.
 
     python -m benchmarks.trace_overhead --layers 12 --blocks 4 --steps 3 \\
-        --device-update 0 --save docs/step.json --save docs/step.png
+        --device-update 0 --save docs/step.json
 
 Everything is streamed and recomputed unless told otherwise: that has the most ops. Blocks of steps
 alternate between off and on, so that a machine that warms up or slows down does so for both; a row
@@ -13,9 +13,9 @@ smaller than the spread of "off" is not a measured one.
 itself, around an op that does nothing, less that op; times the ops of a step. It is a bound on what
 a step can lose, as if the GPU waited for each call; it is too small to be seen in a step.
 
-`--save` writes one step in the middle of training (from the end of a backward to the end of the
-next), the prediction for this machine with it. What `optimizer.step()` does on the device is no op
-of a schedule and not in a trace; `--device-update 0` leaves every update to the host.
+`--save` writes three steps, with the prediction for this machine. What `optimizer.step()` does on
+the device is no op of a schedule and not in a trace; `--device-update 0` leaves every update to the
+host.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +34,9 @@ from torch import nn
 import megacompile
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
-from megacompile import compat
-from megacompile.cost.hardware import Hardware
-from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.rates import load
 from megacompile.runtime.ops.executor import recorded
-from megacompile.views import perfetto, plot
-from megacompile.views.critical_path import period
-from megacompile.views.timeline import HOST, Timeline, cut, predicted_steps
+from megacompile.views.timeline import HOST
 
 _SAVED_STEPS = 3  # the first from idle, the second as in training, the third for its prefetches
 
@@ -61,12 +54,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--steps", type=int, default=3, help="in a block")
     parser.add_argument("--blocks", type=int, default=4, help="of each kind")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", action="append", default=[], help="a step: .json, .png, .svg")
+    parser.add_argument("--save", action="append", default=[], help="a step: .json")
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
     for path in args.save:  # before minutes of work
-        if Path(path).suffix != ".json" and find_spec("matplotlib") is None:
-            parser.error(f"--save {path}: needs matplotlib (pip install 'megacompile[viz]')")
         if not Path(path).absolute().parent.is_dir():
             parser.error(f"--save {path}: there is no such folder")
     vocabulary = 1024 if args.width else 152064
@@ -160,35 +151,13 @@ def _wait(model: nn.Module, device: torch.device) -> None:
 def _save(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, paths: Sequence[str]
 ) -> None:
-    """One step in the middle of training, measured and predicted."""
-    with megacompile.trace(model) as t:
+    """A few steps, measured and predicted."""
+    with megacompile.trace(model, hardware=load(ids.device)) as t:
         for _ in range(_SAVED_STEPS):
             _step(model, optimizer, ids)
-    name = type(model).__name__
-    hardware = load(ids.device)
-    measured = middle(t.measured, name)
-    if ids.is_cuda:
-        measured = replace(measured, device=hardware.name)
-    predicted = _predicted(model, hardware, name)
     for path in paths:
-        (perfetto.save if path.endswith(".json") else plot.draw)(path, measured, predicted)
+        t.save(path)
         print(f"{path}: {Path(path).stat().st_size / 1e3:.0f} KB", flush=True)
-
-
-def middle(timeline: Timeline, model: str) -> Timeline:
-    """The last step but for what of it runs beside the next one."""
-    step = period(timeline, model, last=1)
-    return timeline if step is None else cut(timeline, step.start_s, step.stop_s)
-
-
-def _predicted(model: nn.Module, hardware: Hardware, name: str) -> Timeline | None:
-    """None for a model of several captured graphs."""
-    found = megacompile.schedules(model)
-    streamed: Any = compat.compiled_call(model)
-    if len(found) != 1:
-        return None
-    optimizer = OptimizerCost.of(streamed.options)
-    return middle(predicted_steps(found[0], hardware, optimizer, model=name), name)
 
 
 class _Bound:

@@ -5,7 +5,7 @@ there, or the peak of GPU memory.
 
     python -m benchmarks.peers.plot results.json picture.png
 
-Needs matplotlib, the extra `viz`. A panel for which nothing was measured says so.
+Needs matplotlib. A panel for which nothing was measured says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peers.store import load
 from benchmarks.peers.summary import Row, gib, rows
 from benchmarks.peers.work import MODELS, Setting
 
-MISSING = "no plot: matplotlib is not installed; pip install 'megacompile[viz]'"
+MISSING = "no plot: pip install matplotlib"
 
 _INCHES = (14.0, 10.0)
 _COLORS = [

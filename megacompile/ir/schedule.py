@@ -128,24 +128,9 @@ class Schedule:
         """Steps down, streams across."""
         return str(VIEWS["table"](self))
 
-    def diff(self, other: Schedule, *, code: bool = False) -> str:
-        """Return the difference to `other`: the options first, then a unified diff by stage.
-
-        With `code`, compares the Python instead of the actions. "" if they are equal.
-        """
-        return str(VIEWS["diff"](self, other, code=code))
-
-    def passes(self) -> str:
-        """The history as a table: each pass, its time, and the node counts before and after."""
-        return str(VIEWS["passes"](self))
-
-    def to_networkx(self) -> Any:
-        """A `networkx.MultiDiGraph`: ops as nodes, with a `kind` on each edge."""
-        return VIEWS["to_networkx"](self)
-
-    def to_dot(self) -> str:
-        """The same in the DOT language, with a cluster per stream."""
-        return str(VIEWS["to_dot"](self))
+    def diff(self, other: Schedule) -> str:
+        """A unified diff of this schedule's Python and that of `other`; "" if they are equal."""
+        return str(VIEWS["diff"](self, other))
 
     def __str__(self) -> str:
         return self.code()

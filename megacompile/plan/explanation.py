@@ -227,8 +227,8 @@ def _slowest_lines(found: Findings) -> list[str]:
                 f"{duration(last.others_busy_s)}"
             )
         lines.append(
-            f"{named([last.rank], [last.host])} came last in {last.steps} of {last.of} traced "
-            f"steps: {why}; the others wait {duration(last.waited_s)} a step longer in collectives"
+            f"{named([last.rank], [last.host])} came last in the traced steps: {why}; the others "
+            f"wait {duration(last.waited_s)} a step longer in collectives"
         )
     return lines
 
@@ -243,13 +243,9 @@ def _disk_lines(traffic: DiskTraffic) -> list[str]:
 
 
 def _code_rows(found: Findings) -> list[list[str]]:
-    beside = any(counts.beside for counts in found.code.values())
-    head = ["of", "from caches", *(["compiled by workers"] if beside else []), "compiled here"]
-    rows = [[*head, "took"]]
+    rows = [["of", "from caches", "compiled here", "took"]]
     for kind, counts in found.code.items():
-        cells = [kind, str(counts.found - counts.beside if beside else counts.found)]
-        cells += [str(counts.beside)] if beside else []
-        rows.append([*cells, str(counts.made), duration(counts.time_s)])
+        rows.append([kind, str(counts.found), str(counts.made), duration(counts.time_s)])
     return rows
 
 

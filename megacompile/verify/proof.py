@@ -42,7 +42,7 @@ from megacompile.verify import (
     memory_checks,
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
-from megacompile.views.schedule_table import table
+from megacompile.views.python import table
 
 __all__ = ["Hazard", "HazardKind", "hazards", "hazards_of_ranks", "verify", "verify_ranks"]
 

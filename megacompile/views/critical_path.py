@@ -20,6 +20,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -60,18 +61,11 @@ class Chunk:
         return NONE if self.span is None else self.span.op.lane
 
 
-def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period | None:
-    """The period from the end of the first backward's computes to the end of the last one's.
-
-    With fewer than two backwards it covers everything that ran; None if nothing did. With several
-    captured graphs, the first one's backward counts, because it ends a step.
-
-    Args:
-        last: number of last steps to include; default: all.
-    """
-    ends = step_ends(timeline, model)
-    if last is not None:
-        ends = ends[-last - 1 :]
+def period(timeline: Timeline, model: str) -> Period | None:
+    """The period from the end of the first backward's computes to the end of the last one's. With
+    fewer than two backwards it covers everything that ran; None if nothing did. With several
+    captured graphs, the first one's backward counts, because it ends a step."""
+    ends = _step_ends(timeline, model)
     if len(ends) > 1:
         return Period(ends[0], ends[-1], len(ends) - 1)
     spans = [span for span in timeline.spans if span.model == model]
@@ -81,7 +75,7 @@ def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period
     return Period(start, stop, max(1, len(ends)))
 
 
-def step_ends(timeline: Timeline, model: str) -> list[float]:
+def _step_ends(timeline: Timeline, model: str) -> list[float]:
     """The end of each step's computes, in seconds of the timeline's axis."""
     last: dict[int, float] = {}  # of each run
     for span in timeline.spans:
@@ -104,12 +98,9 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
         timeline: measured or predicted.
         model: name of the model whose ops count.
         within: default: `period(timeline, model)`.
-
-    Returns:
-        [] for a timeline read from a file, which has no schedule and so no edges.
     """
     within = within or period(timeline, model)
-    if within is None or any(run.schedule is None for run in timeline.runs):
+    if within is None:
         return []
     chosen = [span for span in timeline.spans if span.model == model]
     spans = sorted(chosen, key=lambda span: (span.start_s, span.stop_s))
@@ -197,7 +188,6 @@ def _waits(timeline: Timeline, spans: Sequence[Span]) -> tuple[list[list[int]], 
     made: dict[Handed, list[int]] = {}  # by earlier graphs
     for number, place in sorted(places.items()):  # in the order of issue
         run = timeline.runs[number]
-        assert run.schedule is not None
         key = id(run.schedule), run.graph
         if key not in known:
             known[key] = recorded_edges(run.schedule, run.graph)
@@ -227,11 +217,8 @@ class RecordedEdges:
 
 
 def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
-    """The edges that the runtime enforces, by op.
-
-    An op that is not recorded, such as a `free` after a copy, passes its waits to the next op of
-    its stream.
-    """
+    """The edges that the runtime enforces, by op. An op that is not recorded, such as a `free`
+    after a copy, passes its waits to the next op of its stream."""
     names: dict[fx.Node, _Name] = {}
     counts: Counter[str] = Counter()
     handed_on: defaultdict[object, list[_Name]] = defaultdict(list)
@@ -263,74 +250,52 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
 # CPU, ranks also meet before a graph, where no op runs.
 
 
-@dataclass(frozen=True, slots=True)
-class RankSteps:
-    """The steps of one rank in a trace, in seconds."""
+class RankSteps(NamedTuple):
+    """The steps of one rank in a trace."""
 
     rank: int  # of all processes
     host: str
-    step_s: float  # per step
-    busy_s: Mapping[str, float]  # per step, by stream
-    waited_s: tuple[float, ...]  # for other ranks, in each step
+    steps: StepFigures
+    waited_s: float  # for other ranks, per step
 
 
 @dataclass(frozen=True, slots=True)
 class LastRank:
-    """The rank that the others wait for."""
+    """The rank that the others wait for; times in seconds per step."""
 
     rank: int
     host: str
-    steps: int  # number of steps in which it came last
-    of: int  # out of this number
     step_s: float
     lane: str  # stream on which it takes longer than the others; `NONE`: no recorded one
-    busy_s: float  # per step, on that stream
+    busy_s: float  # on that stream
     others_busy_s: float  # median of the others
-    waited_s: float  # additional seconds per step that the others wait (median)
+    waited_s: float  # that the others wait longer (median)
 
 
 def rank_steps(timeline: Timeline, model: str, rank: int, host: str) -> RankSteps | None:
     """The steps of this rank, to be sent to the others; None if the model did not run."""
-    steps, within = traced_steps(timeline, model), period(timeline, model)
-    if steps is None or within is None:
+    steps = traced_steps(timeline, model)
+    if steps is None:
         return None
     meets = (COMM, NONE) if timeline.device == "cpu" else (COMM,)
-    waits = [c for c in critical_path(timeline, model, within) if c.lane in meets]
-    ends = [end for end in step_ends(timeline, model) if end < within.stop_s]
-    edges = [within.start_s, *(end for end in ends if end > within.start_s), within.stop_s]
-    waited = tuple(
-        sum(max(0.0, min(c.stop_s, stop) - max(c.start_s, start)) for c in waits)
-        for start, stop in zip(edges, edges[1:], strict=False)
-    )
-    return RankSteps(rank, host, steps.step_s, dict(steps.busy_s), waited)
+    waited_s = sum(steps.waited_s.get(lane, 0.0) for lane in meets)
+    return RankSteps(rank, host, steps, waited_s)
 
 
 def last_rank(ranks: Sequence[RankSteps]) -> LastRank | None:
-    """The rank that came last in most steps; None if there is nothing to compare."""
-    count = min((len(each.waited_s) for each in ranks), default=0)
-    if len(ranks) < 2 or not count:
+    """The rank that waited least; None if there is nothing to compare."""
+    if len(ranks) < 2:
         return None
-    waited = [each.waited_s[-count:] for each in ranks]
-    firsts = [min(range(len(ranks)), key=lambda r: waited[r][k]) for k in range(count)]
-    at = max(range(len(ranks)), key=lambda r: (firsts.count(r), -sum(waited[r])))
-    last, others = ranks[at], [each for each in ranks if each is not ranks[at]]
-    theirs = statistics.median(sum(each.waited_s[-count:]) for each in others)
-    lanes = {lane: _median(others, lane) for lane in last.busy_s if lane != COMM}
-    lane = max(lanes, key=lambda name: last.busy_s[name] - lanes[name], default=NONE)
-    if lane == NONE or last.busy_s[lane] <= lanes[lane]:
-        lane, lanes = NONE, {NONE: 0.0}
-    return LastRank(
-        last.rank,
-        last.host,
-        firsts.count(at),
-        count,
-        last.step_s,
-        lane,
-        last.busy_s.get(lane, 0.0),
-        lanes[lane],
-        (theirs - sum(waited[at])) / count,
-    )
+    last = min(ranks, key=lambda each: each.waited_s)
+    others = [each for each in ranks if each is not last]
 
+    def median(lane: str) -> float:
+        return statistics.median(each.steps.busy_s.get(lane, 0.0) for each in others)
 
-def _median(ranks: Sequence[RankSteps], lane: str) -> float:
-    return statistics.median(each.busy_s.get(lane, 0.0) for each in ranks)
+    mine = last.steps.busy_s
+    more = {lane: busy - median(lane) for lane, busy in mine.items() if lane != COMM}
+    lane = max(more, key=more.__getitem__, default=NONE)
+    lane = lane if more.get(lane, 0.0) > 0 else NONE
+    waited_s = statistics.median(each.waited_s for each in others) - last.waited_s
+    busy = mine.get(lane, 0.0), median(lane)
+    return LastRank(last.rank, last.host, last.steps.step_s, lane, *busy, waited_s)

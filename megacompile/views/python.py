@@ -1,4 +1,5 @@
-"""Prints a schedule as the Python code that runs.
+"""Prints a schedule: as the Python code that runs, as a table of steps by streams, and its
+difference to another one.
 
 The executor runs exactly this code: one function per graph and one line per op, with the stream,
 the printed name and the bytes or shapes as a comment. `getitem` nodes disappear (the line of their
@@ -23,8 +24,10 @@ the name of its FX node, with "_" appended if an op or object has that name.
 from __future__ import annotations
 
 import builtins
+import difflib
 import itertools
 import keyword
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +37,7 @@ from torch import fx
 from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.edges import makers, token_of
+from megacompile.ir.ops import Show
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
@@ -68,11 +72,8 @@ def code(schedule: Schedule) -> str:
 
 
 def graph_code(schedule: Schedule, graph_name: str) -> str:
-    """One of the schedule's graphs as the function `run_<graph_name>(inputs)`.
-
-    `inputs` is a list of the placeholders' values; the function empties it, so that it keeps none
-    of them alive.
-    """
+    """One of the schedule's graphs as the function `run_<graph_name>(inputs)`. `inputs` is a list
+    of the placeholders' values; the function empties it, so that it keeps none of them alive."""
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
     lines = [_CodeLine(text) for text in _unpacking(schedule, graph, variables)]
@@ -324,3 +325,59 @@ def _stages_line(run: list[Stage]) -> str:
     if first.template.tiles > 1:
         saved += f", {first.template.tiles} tiles"
     return f"{text}, template {first.template.index} (saves {saved}{random})"
+
+
+# The table, and the difference of two schedules.
+
+_ORDER = (
+    *(Stream.READ, Stream.H2D, Stream.COMM, Stream.COMPUTE, Stream.D2H),
+    *(Stream.HOST, Stream.DEVICE, Stream.WRITE),
+)
+_ALWAYS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)  # shown in a forward and backward even if unused
+
+
+def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str:
+    """A table with steps down and streams across; a copy is in the row of the next compute. Rows
+    follow the order of issue. Each update on the host has its own row, although only gradients
+    order them. The table of an update graph has only the streams that it uses. `marks` appends "<--
+    text" to the row of a node, which is then shown even if it is quiet."""
+    blocks = [_block(name, graph, marks or {}) for name, graph in schedule.graphs.items()]
+    return "\n\n".join(blocks)
+
+
+def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
+    """The table of one graph; ops issued before a step are in its row."""
+    rows: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        show = ops.effects(node).show
+        if node in marks or show in (Show.STEP, Show.CELL):
+            rows[-1].append(node)
+        if show is Show.STEP or node.op == "output":
+            rows.append([])
+    rows = [row for row in rows if row]
+    used = {ops.stream_of(node) for row in rows for node in row}
+    used |= set() if name == "update" else set(_ALWAYS)
+    order = [stream for stream in _ORDER if stream in used]
+    cells = [[stream.value for stream in order]]
+    for row in rows:
+        labels = [[ops.label(node) for node in row if ops.stream_of(node) is s] for s in order]
+        cells.append([" ".join(each) for each in labels])
+    notes = ["".join(f"  <-- {printable(marks[n])}" for n in row if n in marks) for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(order))]
+    lines = [name]
+    for step, (cell_row, note) in enumerate(zip(cells, ["", *notes], strict=True)):
+        left = "step" if step == 0 else f"{step - 1:>4}"
+        padded = (f"{cell:<{width}}" for cell, width in zip(cell_row, widths, strict=True))
+        lines.append(f"{left} | {' | '.join(padded)}{note}".rstrip(" |"))
+    return "\n".join(lines)
+
+
+def diff(before: Schedule, after: Schedule) -> str:
+    """A unified diff of two schedules' Python, without the times of passes and with unaligned
+    comments; "" if they are equal."""
+    old, new = (
+        [re.sub(r"(?<=\S) {2,}| \d+\.\d{3} s", "  ", line) for line in code(each).splitlines()]
+        for each in (before, after)
+    )
+    names = (printable(before.name), printable(after.name))
+    return "\n".join(difflib.unified_diff(old, new, *names, lineterm="", n=2))

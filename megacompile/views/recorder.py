@@ -14,11 +14,13 @@ readings, a few microseconds, is the error of the host's lane relative to the ot
 from __future__ import annotations
 
 import functools
+import json
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +32,7 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.views import critical_path, perfetto, plot, timeline
+from megacompile.views import critical_path, timeline
 from megacompile.views.critical_path import RankSteps
 from megacompile.views.timeline import OpInfo, Run, Span, Timeline, describe
 
@@ -107,10 +109,8 @@ class Recording:
         return lambda: measure(mark, work)
 
     def noted_later(self) -> Callable[[str, float, float], None]:
-        """For work in several threads: returns a function that records the lane, start and end.
-
-        It must be called, because a trace waits for it.
-        """
+        """For work in several threads: returns a function that records the lane, start and end. It
+        must be called, because a trace waits for it."""
         info, self._current = self._current, None
         assert info is not None
         mark = _Mark(info, self.index, threading.Event())
@@ -118,10 +118,8 @@ class Recording:
         return mark.note
 
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
-        """For work in a thread: returns a function that runs it and records its lane and times.
-
-        It must be called, because a trace waits for it.
-        """
+        """For work in a thread: returns a function that runs it and records its lane and times. It
+        must be called, because a trace waits for it."""
         return functools.partial(_timed, self.noted_later())
 
 
@@ -150,7 +148,6 @@ class Tracer:
         start = time.perf_counter()
         value = work()
         mark.start, mark.stop = start, time.perf_counter()
-        mark.memory_bytes = mark.info.memory_bytes
         return value
 
     def _on_stream(self, mark: _Mark, work: Callable[[], Any]) -> Any:
@@ -208,7 +205,7 @@ class Trace:
         self._predicted: Timeline | None = None
         self._start_s: float | None = None
         self._over = False
-        self._rank_steps: dict[str, tuple[RankSteps, ...]] = {}
+        self.rank_steps: dict[str, tuple[RankSteps, ...]] = {}  # of all ranks, after `save()`
 
     def __enter__(self) -> Self:
         if self._start_s is not None:
@@ -307,72 +304,30 @@ class Trace:
         """Write a file for ui.perfetto.dev or chrome://tracing (the trace event format).
 
         Each model has a process with a row per stream, and another for the prediction. If ranks
-        share a model, all of them call this, and the first writes one file for all. Their clocks
-        agree if they run on one host. An error in one rank raises in all.
+        share a model, all of them call this after the block, and the first writes one file for all.
+        Their clocks agree if they run on one host. Then `explain(model)` shows which rank the
+        others wait for. An error in one rank raises in all.
         """
         ranks = self._ranks()
         if ranks is None:
-            perfetto.write(path, perfetto.document(self.measured, self.predicted))
+            Path(path).write_text(json.dumps(timeline.document(self.measured, self.predicted)))
             return
         with ranks.together("save() of a trace"):
-            mine = perfetto.document(self.measured, self.predicted)
-            self._compare(ranks)
-            found = ranks.all_gather_object((mine, self._start_s or 0.0))
+            rank, host = ranks.mesh.get_rank(), platform.node()
+            names = [model.name for model in self._models]
+            steps = {n: critical_path.rank_steps(self.measured, n, rank, host) for n in names}
+            mine = timeline.document(self.measured, self.predicted)
+            found = ranks.all_gather_object((mine, self._start_s or 0.0, steps))
+            documents, starts_s, of_ranks = zip(*found, strict=True)
+            self.rank_steps = {
+                name: tuple(filter(None, (s[name] for s in of_ranks))) for name in names
+            }
             if ranks.is_first:
-                documents, starts_s = zip(*found, strict=True)
-                perfetto.write(path, perfetto.together(documents, starts_s))
-
-    def compare_ranks(self) -> dict[str, tuple[RankSteps, ...]]:
-        """Gather the steps of all ranks, by model, in the order of ranks.
-
-        This is a collective: all ranks that share the models call it, or `save()`, after the block.
-        Then `explain(model)` shows which rank the others wait for.
-
-        Raises:
-            TraceError: the block has not ended, or no ranks share the models.
-        """
-        ranks = self._ranks()
-        if ranks is None:
-            raise TraceError(
-                "compare_ranks(): no ranks share the traced models; needed a model of "
-                "megacompile(model, mesh=...)"
-            )
-        with ranks.together("compare_ranks() of a trace"):
-            if not self._over:
-                raise TraceError(
-                    "compare_ranks(): this trace is still active; call it in all ranks after it"
-                )
-            return self._compare(ranks)
-
-    @property
-    def rank_steps(self) -> Mapping[str, tuple[RankSteps, ...]]:
-        """The result of `compare_ranks()` or `save()`, by model; {} if neither was called."""
-        return self._rank_steps
-
-    def _compare(self, ranks: Any) -> dict[str, tuple[RankSteps, ...]]:
-        rank, host = ranks.mesh.get_rank(), platform.node()
-        names = [model.name for model in self._models]
-        mine = {n: critical_path.rank_steps(self.measured, n, rank, host) for n in names}
-        all_ranks = ranks.all_gather_object(mine)
-        self._rank_steps = {
-            name: tuple(steps for of_rank in all_ranks if (steps := of_rank.get(name)) is not None)
-            for name in names
-        }
-        return self._rank_steps
+                Path(path).write_text(json.dumps(timeline.together(documents, starts_s)))
 
     def _ranks(self) -> Any:
         """The `runtime.device.ranks.Ranks` that share a model, if any."""
         return next((m.machine.ranks for m in self._models if m.machine.ranks is not None), None)
-
-    def plot(self, path: str) -> None:
-        """Plot streams and device memory over time, the prediction above the measurement.
-
-        The suffix determines the format: png, svg, pdf.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        plot.draw(path, self.measured, self.predicted)
 
     def __repr__(self) -> str:
         names = ", ".join(model.name for model in self._models)

@@ -4,10 +4,9 @@ A lane is a stream of the schedule (h2d, compute, d2h), or an updater of host me
 `optimizer.step()`: the host, or the device that helps it. Times are in seconds from the start of
 the trace. A lane is busy while it has a span.
 
-Memory is the device's in the program order of the compute stream. On CUDA it is the size that the
-allocator reported when an op was issued, shown at the op's start; this is valid although the host
-runs ahead, because the allocator reuses memory in stream order. On other devices and in predictions
-it comes from `megacompile.cost.memory`. Memory allocated and freed inside an op is not shown.
+On CUDA, device memory is the size that the allocator reported when an op was issued, shown at the
+op's start; this is valid although the host runs ahead, because the allocator reuses memory in
+stream order.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.ir import ops
@@ -46,17 +43,15 @@ class OpInfo:
     lane: str
     module: str  # path of its unit, "layers.3", or ""
     size_bytes: int = 0  # that a copy moves
-    memory_bytes: int | None = None  # predicted device memory at its start, if the op changes it
 
     @classmethod
-    def of(cls, node: fx.Node, memory_bytes: int | None = None) -> OpInfo:
+    def of(cls, node: fx.Node) -> OpInfo:
         """The facts about the op of a schedule's node."""
         op = ops.op_of(node)
         assert op is not None
         subject: Any = node.args[0] if node.args else None
         module = subject.name if isinstance(subject, Bucket | Stage) else ""
-        size = ops.copied_bytes(node)
-        return cls(ops.label(node), op.name, op.stream.value, module, size, memory_bytes)
+        return cls(ops.label(node), op.name, op.stream.value, module, ops.copied_bytes(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class Span:
     stop_s: float
     model: str
     run: int  # index into Timeline.runs
-    memory_bytes: int | None = None  # device memory at its start
+    memory_bytes: int | None = None  # device memory when it was issued, on CUDA
 
     @property
     def duration_s(self) -> float:
@@ -81,7 +76,7 @@ class Run:
 
     model: str
     graph: str  # "forward", "backward" or "update"
-    schedule: Schedule | None = field(repr=False)  # None: read from a file
+    schedule: Schedule = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -194,21 +189,6 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
-    """Cut out the part between two times; spans are clipped and times shifted to start at 0."""
-    spans = [
-        replace(
-            span,
-            start_s=max(span.start_s, start_s) - start_s,
-            stop_s=min(span.stop_s, stop_s) - start_s,
-            memory_bytes=span.memory_bytes if span.start_s >= start_s else None,
-        )
-        for span in timeline.spans
-        if span.stop_s > start_s and span.start_s < stop_s
-    ]
-    return replace(timeline, spans=tuple(spans))
-
-
 def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Spans ordered by start; of equal starts, the longer span first."""
     return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
@@ -219,21 +199,14 @@ def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
     """The totals of both as JSON types, in seconds and bytes."""
-    found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
-    if predicted is not None:
-        graphs = [each._asdict() for each in compare(measured, predicted)]
-        found["predicted"] = {**predicted.to_dict(), "graphs": graphs}
-    return found
+    return {"measured": measured.to_dict(), "predicted": predicted and predicted.to_dict()}
 
 
 def table(measured: Timeline, predicted: Timeline | None = None) -> str:
-    """A table of times by stream and by kind of op and, with a prediction, its errors."""
+    """A table of times by stream and by kind of op."""
     if not measured.spans:
         return "nothing ran while the trace was on"
-    blocks = [_head(measured), _streams(measured, predicted), _ops(measured)]
-    if predicted is not None:
-        blocks.append(_graphs(measured, predicted))
-    return "\n\n".join(blocks)
+    return "\n\n".join([_head(measured), _streams(measured, predicted), _ops(measured)])
 
 
 def _head(timeline: Timeline) -> str:
@@ -266,48 +239,11 @@ def _ops(timeline: Timeline) -> str:
     return columns(rows, left=(0, 1))
 
 
-class Comparison(NamedTuple):
-    """A graph's mean time over its runs, measured and predicted."""
-
-    model: str
-    graph: str
-    runs: int
-    measured_s: float
-    predicted_s: float
-
-
-def compare(measured: Timeline, predicted: Timeline) -> list[Comparison]:
-    """Compare the runs that are both measured and predicted, by model and graph."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for i, run in enumerate(measured.runs):
-        if measured.of_run(i) and predicted.of_run(i):
-            groups.setdefault((run.model, run.graph), []).append(i)
-    return [
-        Comparison(
-            *key, len(runs), fmean(map(measured.run_s, runs)), fmean(map(predicted.run_s, runs))
-        )
-        for key, runs in groups.items()
-    ]
-
-
-def _graphs(measured: Timeline, predicted: Timeline) -> str:
-    rows = [["graph", "runs", "measured ms each", "predicted ms each", "off by"]]
-    found = compare(measured, predicted)
-    runs = sum(each.runs for each in found)
-    here_s = sum(each.measured_s * each.runs for each in found)
-    there_s = sum(each.predicted_s * each.runs for each in found)
-    each = [(f"{f.model} {f.graph}", f.runs, f.measured_s, f.predicted_s) for f in found]
-    for name, count, measured_s, predicted_s in [*each, ("all, in total", runs, here_s, there_s)]:
-        off = f"{predicted_s / measured_s - 1:+.0%}" if measured_s else "-"
-        rows.append([name, str(count), _ms(measured_s), _ms(predicted_s), off])
-    return columns(rows)
-
-
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:.1f}"
 
 
-# Predicted timelines: aligned with a measured one, or of whole steps.
+# Predicted timelines, aligned with a measured one.
 
 
 def predicted(
@@ -317,23 +253,20 @@ def predicted(
 ) -> Timeline:
     """Predict each measured run, starting at its measured start. Updates of a model without an
     optimizer are not predicted."""
-    steps: dict[int, tuple[Prediction, DeviceMemory]] = {}  # by id of the schedule
+    steps: dict[int, Prediction] = {}  # by id of the schedule
     alike: dict[tuple[int, str], list[Span]] = {}  # spans of one run of each graph
     spans: list[Span] = []
     for i, run in enumerate(measured.runs):
         if not (ran := measured.of_run(i)):
             continue
-        assert run.schedule is not None, "a timeline that was read from a file"
         key = id(run.schedule)
         if key not in steps:
             optimizer = (optimizers or {}).get(run.model)
-            memory = device_memory(run.schedule, optimizer=optimizer)
-            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer), memory
-        step, memory = steps[key]
+            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer)
         if (key, run.graph) not in alike:
-            events = [event for event in step.events if event.graph == run.graph]
+            events = [event for event in steps[key].events if event.graph == run.graph]
             infos = describe(run.schedule, run.graph)
-            alike[key, run.graph] = list(_spans(infos, events, memory, run.model))
+            alike[key, run.graph] = list(predicted_spans(infos, events, run.model))
         like = alike[key, run.graph]
         later_s = min(s.start_s for s in ran) - min((s.start_s for s in like), default=0.0)
         spans += (
@@ -343,48 +276,20 @@ def predicted(
     return Timeline(in_order(spans), measured.runs, hardware.name, measured.order)
 
 
-def predicted_steps(
-    schedule: Schedule,
-    hardware: Hardware,
-    optimizer: OptimizerCost | None,
-    *,
-    model: str = "",
-    steps: int = 3,
-) -> Timeline:
-    """Predict consecutive whole steps, including updates, as a trace would show them.
-
-    Unlike `predicted`, this needs no measured start times.
-    """
-    graphs = [name for name in schedule.graphs if name != "update" or optimizer is not None]
-    runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
-    simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
-    memory = device_memory(schedule, optimizer=optimizer)
-    infos = {graph: describe(schedule, graph) for graph in graphs}
-    spans: list[Span] = []
-    for run, (step, graph) in enumerate((step, graph) for step in range(steps) for graph in graphs):
-        events = [e for e in simulated.events if (e.step, e.graph) == (step, graph)]
-        spans += _spans(infos[graph], events, memory, model, run=run)
-    return Timeline(in_order(spans), runs, hardware.name, (model,))
-
-
-def _spans(
+def predicted_spans(
     infos: Sequence[OpInfo],
     events: Sequence[Event],
-    memory: DeviceMemory,
     model: str,
-    *,
     run: int = -1,
 ) -> Iterator[Span]:
     """The spans of a run of one graph, without `begin` and frees."""
-    held = Held(memory)
     left: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
     for info in infos:
         left[info.name].append(info)
     for event in events:
         if left[event.label]:
             info = replace(left[event.label].popleft(), lane=event.stream.value)
-            size = held.next(event.graph, event.label)
-            yield Span(info, event.start_s, event.stop_s, model, run, size)
+            yield Span(info, event.start_s, event.stop_s, model, run)
 
 
 # Static facts about a schedule's ops, for traces and predictions.
@@ -392,21 +297,91 @@ def _spans(
 
 def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
     """The ops of a graph in program order, except `begin`, `free` and `defer_free`."""
-    held = Held(device_memory(schedule))
     nodes = ops.nodes_that(schedule.graphs[graph_name], lambda op: op.issues)
-    return tuple(OpInfo.of(node, held.next(graph_name, ops.label(node))) for node in nodes)
+    return tuple(map(OpInfo.of, nodes))
 
 
-class Held:
-    """Device memory at the start of each op, without its workspace; queried in program order."""
+# The trace event format of ui.perfetto.dev. Each model has a process for the measurement and one
+# for the prediction, with a thread per lane; "X" events are ops, "C" events device memory. Times
+# are in microseconds.
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
-    def __init__(self, memory: DeviceMemory) -> None:
-        self._sizes: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
-        for moment in memory.moments:
-            inside = moment.live_bytes.get(MemoryKind.WORKSPACE, 0)
-            self._sizes[moment.graph, moment.label].append(moment.total_bytes - inside)
 
-    def next(self, graph: str, label: str) -> int | None:
-        """Bytes at the next op with this printed name; None if it does not change memory."""
-        sizes = self._sizes[graph, label]
-        return sizes.popleft() if sizes else None
+def together(documents: Sequence[dict[str, Any]], starts_s: Sequence[float]) -> dict[str, Any]:
+    """Merge the documents of several ranks into one, in which each rank has its own processes.
+
+    Args:
+        documents: by rank.
+        starts_s: start of each rank's trace, on a common clock.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, (whole, start_s) in enumerate(zip(documents, starts_s, strict=True)):
+        before = max((event["pid"] for event in events), default=0)
+        for event in whole["traceEvents"]:
+            moved = {**event, "pid": before + event["pid"]}
+            if "ts" in event:
+                moved["ts"] = round(event["ts"] + _us(start_s - starts_s[0]), 3)
+            if event["name"] == "process_name":
+                of_rank = {k: f"rank {rank}: {event['args'][k]}" for k in ("name", "model")}
+                moved["args"] = {**event["args"], **of_rank}
+            events.append(moved)
+    return {**documents[0], "traceEvents": events}
+
+
+def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
+    """The file's JSON object; `predicted` gets its own processes."""
+    events: list[dict[str, Any]] = []
+    pid = 0
+    for model in measured.models:
+        for timeline, what in ((measured, "measured"), (predicted, "predicted")):
+            if timeline is not None and any(span.model == model for span in timeline.spans):
+                pid += 1
+                events += _process(pid, model, what, timeline)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"producer": "megacompile", "device": measured.device},
+    }
+
+
+def _process(pid: int, model: str, what: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    name = f"{model}, {what}" + (f" on {timeline.device}" if timeline.device else "")
+    facts = {"name": name, "model": model, "what": what, "device": timeline.device}
+    yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": facts}
+    threads = {lane: tid for tid, lane in enumerate(timeline.lanes, start=1)}
+    for lane, tid in threads.items():
+        at = {"ph": "M", "pid": pid, "tid": tid}
+        yield {"name": "thread_name", "args": {"name": lane}, **at}
+        yield {"name": "thread_sort_index", "args": {"sort_index": tid}, **at}
+    for span in timeline.spans:
+        if span.model == model:
+            at = {"ts": _us(span.start_s), "pid": pid}
+            yield {
+                "name": span.op.name,
+                "cat": span.op.kind,
+                "ph": "X",
+                "dur": max(0.0, round(_us(span.stop_s) - _us(span.start_s), 3)),
+                "tid": threads[span.op.lane],
+                "args": _facts(span, timeline),
+                **at,
+            }
+            if (size := span.memory_bytes) is not None:
+                yield {"name": "device memory", "ph": "C", "args": {"bytes": size}, **at}
+
+
+def _facts(span: Span, timeline: Timeline) -> dict[str, Any]:
+    size, has_run = span.op.size_bytes, span.run >= 0
+    facts = {
+        "op": span.op.kind,
+        "module": span.op.module or None,
+        "bytes": size or None,
+        "GB/s": round(size / span.duration_s / 1e9, 3) if size and span.duration_s > 0 else None,
+        "device memory bytes": span.memory_bytes,
+        "graph": timeline.runs[span.run].graph if has_run else None,
+        "run": span.run if has_run else None,
+    }
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

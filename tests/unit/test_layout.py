@@ -134,7 +134,7 @@ DOWNWARD = (
         "passes.schedule.assign_slots",
         "from megacompile.passes.edit import x\nimport megacompile.ir.ops",
     ),
-    ("views.graph", "import torch.fx\nfrom runtime_of_others import x"),
+    ("views.timeline", "import torch.fx\nfrom runtime_of_others import x"),
 )
 
 

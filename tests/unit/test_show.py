@@ -1,14 +1,12 @@
-"""Views of a schedule: the Python that runs, tables, diffs, graphs."""
+"""Views of a schedule: the Python that runs, tables, diffs."""
 
 from __future__ import annotations
 
 import ast
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 from torch import fx
@@ -18,7 +16,7 @@ from megacompile.ir.buckets import Slot
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
 from tests.edits import find
-from tests.planned import EVERYTHING, built, planned, rows
+from tests.planned import EVERYTHING, built, rows
 
 SPECS: list[dict[str, Any]] = [
     {},
@@ -140,107 +138,14 @@ step | h2d                                               | compute            | 
     )
 
 
-def trained(device_update: float = 0.0) -> Schedule:
-    return planned("0F 1F 2F", inductor=True, device_update=device_update)
-
-
-def test_a_diff_has_a_line_for_each_stage_or_bucket_that_changes() -> None:
-    before, after = trained(), trained(device_update=0.4)
-    lines = before.diff(after).splitlines()
-    assert "# updates: 3 on the host -> 2 on the host, 1 on the device" in lines
-    assert lines[lines.index(" update") :] == [
-        " update",
-        "-  0 unit 0 | 0UPDATE",
-        "   1 unit 1 | 1UPDATE",
-        "   2 unit 2 | 2UPDATE",
-        "+  0 unit 0 | 0UPDATE 0OFFLOAD_STATE",
-    ]
+def test_a_diff_has_the_lines_of_the_python_that_change() -> None:
     before = built(stages=3, training=False)
     after = before.copy()
+    assert before.diff(after) == ""
     find(after, "forward", "2PREFETCH@0").kwargs = {"after": (find(after, "forward", "1F"),)}
-    assert before.diff(after).splitlines() == [
-        "--- model: 3 stages by tokens",
-        "+++ model: 3 stages by tokens",
-        "@@ -1,4 +1,4 @@",
-        " forward",
-        "   0 unit 0 | 0PREFETCH@0 1PREFETCH@1 0F",
-        "-  1 unit 1 | 2PREFETCH@0(after=0F) 1F",
-        "+  1 unit 1 | 2PREFETCH@0(after=1F) 1F",
-        "   2 unit 2 | 2F",
-    ]
-
-
-def test_the_head_of_a_diff_tells_what_the_schedules_were_made_with() -> None:
-    before = built(stages=3, reuse=True)
-    before = replace(before, history=before.history[-1:])
-    after = replace(
-        before,
-        plan=rows(3, {1}, reasons=("there is room",)),
-        slots=(*before.slots, Slot(2, 128)),
-        history=(*before.history, replace(before.history[0], name="free")),
-        reused=((0, before.buckets[0]),),
-    )
-    assert before.diff(after).splitlines()[2:] == [
-        "# passes: tokens -> tokens, free",
-        "# kept, not recomputed: none -> 1",
-        "# plan: none -> there is room",
-        "# slots: 2 of 512 B -> 3 of 640 B",
-        "# left in the slots by the forward: 2@0, 1@1 -> 0@0",
-    ]
-    far, near = (planned("0F 1F 2F 3F 4F", reads={3: "2"}, lookahead=k) for k in (2, 1))
-    assert "# lookahead: 2 -> 1" in far.diff(near).splitlines()
-
-
-def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
-    """By the labels of the ops."""
-    label = nx.get_node_attributes(graph, "label")
-    return {(label[a], label[b]) for a, b, data in graph.edges(data=True) if data["kind"] == kind}
-
-
-def test_tokens_are_edges_around_the_step_and_streams_of_the_update_have_no_order() -> None:
-    tokens = edges(trained(device_update=0.4).to_networkx(), "token")
-    assert {("0OFFLOAD_STATE", "0PREFETCH@0"), ("2UPDATE", "2PREFETCH@2")} < tokens
-    assert {("0OFFLOAD_STATE", "0FETCH_STATE"), ("1OFFLOAD_GRAD", "1UPDATE")} < tokens
-    assert len(tokens) == 8
-    schedule = built(stages=3, helps=True)
-    graph = schedule.to_networkx()
-    assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
-    assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
-    assert schedule.to_dot().count(" -> ") == graph.number_of_edges()
-
-
-def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
-    graph = built(stages=3, training=False).to_networkx()
-    assert edges(graph, "data") >= {("0PREFETCH@0", "0F"), ("0F", "1F"), ("1F", "2F")}
-    assert edges(graph, "after") == {
-        ("BEGIN", "0PREFETCH@0"),
-        ("BEGIN", "1PREFETCH@1"),
-        ("0F", "2PREFETCH@0"),
-    }
-    assert ("0PREFETCH@0", "1PREFETCH@1") in edges(graph, "stream")
-    assert edges(graph, "boundary") == set()
-    (prefetch,) = [d for _, d in graph.nodes(data=True) if d["label"] == "2PREFETCH@0"]
-    of_it = {"op": "prefetch", "graph": "forward", "stream": "h2d", "stage": 2, "slot": 0}
-    assert (of_it | {"module": "unit 2", "bytes": 256}).items() <= prefetch.items()
-    nx.write_graphml(graph, tmp_path / "schedule.graphml")
-    again = nx.read_graphml(tmp_path / "schedule.graphml", force_multigraph=True)
-    assert set(again.nodes) == set(graph.nodes)
-    assert again.number_of_edges() == graph.number_of_edges()
-
-
-def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
-    schedule = replace(built(), name='a "name" \\')
-    text = schedule.to_dot()
-    assert text.startswith('digraph "a \\"name\\" \\\\" {')
-    graph = schedule.to_networkx()
-    found = re.findall(r'subgraph "cluster_(\w+)" \{\n(.*?)\n  \}', text, re.DOTALL)
-    clusters = {
-        (name, key)
-        for name, body in found
-        for key in re.findall(r'^    "([^"]+)" \[label=', body, re.MULTILINE)
-    }
-    of_nodes = {(f"{d['graph']}_{d['stream']}", key) for key, d in graph.nodes(data=True)}
-    assert clusters == of_nodes
-    assert text.count(" -> ") == graph.number_of_edges()
-    assert text.count("style=bold") == 1, "one boundary"
-    assert text.count("{") == text.count("}")
+    changed = [line for line in before.diff(after).splitlines() if line[:2] in ("- ", "+ ")]
+    assert len(changed) >= 2 and "2PREFETCH@0" in changed[0]
+    plan = rows(3, {1}, reasons=("there is room",))
+    slots = (*before.slots, Slot(2, 128))
+    found = before.diff(replace(before, plan=plan, slots=slots))
+    assert "+# plan: there is room" in found and "3 slots of 640 B" in found
