@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -64,6 +65,28 @@ def long() -> nn.Module:
 def fixed() -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
     """Takes no sizes."""
     return nn.Linear(16, 16), [torch.empty(4, 16)], {}
+
+
+def in_float8(recipe: str) -> nn.Module:
+    """A language model in bfloat16; with a recipe, its layers are torchao's in float8."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megacompile.cli.target import LossAlone
+
+    wide = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 512}
+    config = AutoConfig.for_model("qwen2", **wide, **heads)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if recipe:
+        convert_to_float8_training(model.model, config=Float8LinearConfig.from_recipe_name(recipe))
+    return LossAlone(model)
+
+
+bf16, tensorwise, rowwise, rowwise_with_gw_hp = (
+    functools.partial(in_float8, recipe)
+    for recipe in ("", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+)
 
 
 def nothing() -> int:

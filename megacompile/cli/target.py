@@ -1,19 +1,23 @@
-"""Builds the model that a command plans for, on `meta`, from a config or a function."""
+"""Builds the model that `plan` is about, on `meta`, from a config or a function."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.cli import source
-from megacompile.cli.source import Config, Function
-from megacompile.errors import OptionError
+from megacompile.errors import MissingExtraError, OptionError
+
+_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,6 @@ class Target:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     tokens: int | None  # per step; None: unknown
-    shape: str  # description of the batch
-    note: str = ""
 
     @property
     def parameters(self) -> int:
@@ -47,32 +49,61 @@ class LossAlone(nn.Module):
         return loss
 
 
-def build(
-    text: str, *, batch: int, seq: int, dtype: torch.dtype | None, float8: str | None = None
-) -> Target:
+def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Target:
     """Build the model of a target.
 
     Args:
         text: a folder with a config.json, a json file, or `package.module:function`.
         batch, seq: shape of the token ids; a function may take them as arguments.
         dtype: of floating-point parameters. None: bfloat16 for a config, unchanged for a function.
-        float8: torchao's recipe for the linear layers of a config.
 
     Raises:
         OptionError: no such target, or it returns no model.
+        MissingExtraError: transformers is not installed, and a config needs it.
     """
-    named = source.parse(text)
-    if isinstance(named, Config):
-        return _of_config(named, batch, seq, dtype or torch.bfloat16, float8)
-    return _of_function(text, named, batch, seq, dtype)
+    path = Path(text)
+    module, _, function = text.partition(":")
+    made: tuple[Any, ...]
+    if path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        inner = _of_config(file, seq)
+        name = f"{type(inner).__name__} of {file}"
+        made, takes_sizes = (LossAlone(inner),), True
+        dtype = dtype or torch.bfloat16
+    elif module and function:
+        name = text
+        made, takes_sizes = _of_function(text, module, function, {"batch": batch, "seq": seq})
+    else:
+        raise OptionError(
+            f"{text!r} is not a folder with a config.json, a json file or package.module:function"
+            + (", but weights" if path.suffix.lower() in _WEIGHTS else "")
+        )
+    model = made[0]
+    if dtype is not None:
+        for param in model.parameters():  # buffers such as rotary frequencies keep their dtype
+            if param.is_floating_point():
+                param.data = param.data.to(dtype)
+    if len(made) == 1:
+        tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+        return Target(name, model, (tokens,), {}, batch * seq)
+    _, args, kwargs = (*made, {})[:3]
+    return Target(name, model, args, kwargs, batch * seq if takes_sizes else None)
 
 
-def _of_config(
-    named: Config, batch: int, seq: int, dtype: torch.dtype, float8: str | None
-) -> Target:
-    file, kind = named.file, named.model_type
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
-
+def _of_config(file: Path, seq: int) -> nn.Module:
+    if not file.is_file():
+        weights = sorted(p.name for p in file.parent.glob("*") if p.suffix.lower() in _WEIGHTS)
+        only = f" (the folder has weights: {', '.join(weights)})" if weights else ""
+        raise OptionError(f"no such file: {str(file)!r}{only}")
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
+    except ImportError:
+        raise MissingExtraError("a config needs transformers: pip install transformers") from None
+    try:
+        given = json.loads(file.read_text())
+        kind = given.pop("model_type")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise OptionError(f"{file} is no JSON with a model_type; needed a config.json") from None
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=3, cutoff=0.0)
         raise OptionError(
@@ -80,70 +111,44 @@ def _of_config(
             f"{', '.join(near)}"
         )
     try:
-        config = AutoConfig.for_model(kind, **named.values)
+        config = AutoConfig.for_model(kind, **given)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # depends on the config's values
-        raise OptionError(f"{file}: transformers: {type(error).__name__}: {error}") from None
-    source.check_length(seq, getattr(config, "max_position_embeddings", None))
-    _cast(model, dtype)
-    if float8 is not None:
-        _to_float8(model, float8)
-    note = "the model returns its loss and no logits, so that its head can run in chunks"
-    return _of_tokens(f"{type(model).__name__} of {file}", LossAlone(model), batch, seq, note)
-
-
-def _of_tokens(name: str, model: nn.Module, batch: int, seq: int, note: str) -> Target:
-    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return Target(name, model, (tokens,), {}, batch * seq, f"{batch} x {seq} tokens", note)
+        raise OptionError(f"{file}: transformers: {first_line(error)}") from None
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and seq > longest:
+        raise OptionError(
+            f"--seq {seq}: the config has max_position_embeddings {longest}; lower --seq"
+        )
+    return model
 
 
 def _of_function(
-    text: str, named: Function, batch: int, seq: int, dtype: torch.dtype | None
-) -> Target:
-    make = source.function(text, named)
-    sizes = {"batch": batch, "seq": seq}
-    known = inspect.signature(make).parameters
+    text: str, module: str, name: str, sizes: dict[str, int]
+) -> tuple[tuple[Any, ...], bool]:
+    """The results of the function that a target names; True if it takes all of `sizes`."""
+    sys.path.insert(0, str(Path.cwd()))
     try:
+        function = getattr(importlib.import_module(module), name)
+        known = inspect.signature(function).parameters
         with torch.device("meta"):
-            made = make(**{name: size for name, size in sizes.items() if name in known})
+            made = function(**{name: size for name, size in sizes.items() if name in known})
     except Exception as error:  # the user's code
-        raise OptionError(f"{text}: {source.first_line(error)}") from None
+        raise OptionError(f"{text}: {first_line(error)}") from None
+    finally:
+        sys.path.pop(0)
     parts = made if isinstance(made, tuple) else (made,)
-    model = parts[0]
-    if not isinstance(model, nn.Module) or len(parts) > 3:
+    kinds: tuple[Any, ...] = (nn.Module, (tuple, list), dict)
+    if not 1 <= len(parts) <= 3 or not all(
+        isinstance(part, kind) for part, kind in zip(parts, kinds, strict=False)
+    ):
         raise OptionError(
             f"{text}: got {type(made).__name__}; needed a torch.nn.Module or (module, args, kwargs)"
         )
-    if dtype is not None:
-        _cast(model, dtype)
-    if len(parts) == 1:
-        return _of_tokens(text, model, batch, seq, "it gets token ids")
-    _, args, kwargs = (*parts, {})[:3]
-    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
-        raise OptionError(f"{text}: needed (module, args, kwargs): a module, a tuple and a dict")
-    if set(sizes) <= set(known):
-        return Target(text, model, args, kwargs, batch * seq, f"{batch} x {seq} tokens")
-    return Target(text, model, args, kwargs, None, "the function's inputs")
+    return parts, set(sizes) <= set(known)
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters only: buffers such as rotary frequencies keep their dtype."""
-    for param in model.parameters():
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
-
-
-def _to_float8(model: nn.Module, recipe: str) -> None:
-    """Convert linear layers to torchao's float8 training, except the head and widths that are not
-    multiples of 16."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    head = model.get_output_embeddings()  # type: ignore[operator]
-
-    def wanted(module: nn.Linear, name: str) -> bool:
-        del name
-        return module is not head and module.in_features % 16 == module.out_features % 16 == 0
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(model, config=config, module_filter_fn=wanted)
+def first_line(error: Exception) -> str:
+    """An error of user code in one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

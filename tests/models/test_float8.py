@@ -192,30 +192,16 @@ def test_equal_layers_share_a_template_that_saves_no_weight() -> None:
     assert not saved & (weights | {shape[::-1] for shape in weights if len(shape) == 2})
 
 
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 4096,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 512,
-}
-
-
 def test_plan_knows_how_fast_float8_is_and_what_it_saves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Products at twice the rate, and casts that take a part of it again, more with a scale for
     each row; saved in fp8, but for gradients of weights in bf16."""
     pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
     steps, saved = {}, {}
     for recipe in ("bf16", *RECIPES):
-        options = () if recipe == "bf16" else ("--float8", recipe)
-        argv = ["plan", str(path), "--host-memory", "1TiB", "--batch", "4", *options, "--json"]
-        assert main(argv) == 0
+        argv = ["plan", f"tests.configs:{recipe}", "--host-memory", "1TiB", "--batch", "4"]
+        assert main([*argv, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         steps[recipe] = found["step_s"]
         saved[recipe] = found["plan"]["device"]["kinds"]["saved tensors"]

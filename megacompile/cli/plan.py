@@ -1,0 +1,290 @@
+"""The command `plan`: plans the training of a model and prints the answer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from megacompile import option_checks
+from megacompile.cli import OPTIMIZERS
+from megacompile.cli.target import Target, build, first_line
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.ops import active_parameters
+from megacompile.cost.probe import DiskRates
+from megacompile.cost.rates import disk_on_file, known
+from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
+from megacompile.host_memory import too_small
+from megacompile.ir.schedule import Schedule
+from megacompile.options import Options, PlannedMesh
+from megacompile.plan import explanation, scenario
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.explanation import Explanation
+from megacompile.plan.fit import SMALLER, TRIED, more, short
+from megacompile.plan.problem import DEVICE, HOST
+from megacompile.plan.scenario import Scenario
+from megacompile.text import columns, duration, format_bytes
+from megacompile.validate import host_rows
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Plan and print the answer."""
+    start = time.perf_counter()
+    hardware = _hardware(args)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    target = build(args.target, batch=args.batch, seq=args.seq, dtype=dtype)
+    options = _options(args, target, hardware)
+    programs = _programs(target, options, hardware)
+    compiler = programs[0].compiler
+    schedules, refused = _schedules(programs)
+    now = Scenario(
+        tuple(schedules),
+        hardware,
+        compiler.setting.cost(states=OPTIMIZERS[args.optimizer]),
+        device_bytes=compiler.budget.size_bytes(),
+        host_bytes=hardware.host_bytes,
+        disk_bytes=compiler.budget.disk_bytes(),
+    )
+    planned = [program.planned(reuse=program is programs[-1]) for program in programs]
+    why_not = _first_too_small(target, options, now, fits=not refused) or refused
+    lacks = now.device.peak.total_bytes - compiler.budget.size_bytes()
+    if tried := lacks > 0 and not why_not:
+        needed = short(DEVICE, now.device.peak.total_bytes, compiler.budget.size_bytes())
+        why_not = (f"{needed}: {TRIED}", SMALLER, more({DEVICE: lacks}))
+    again = None if why_not else compiler
+    explained = Explanation.of(
+        now,
+        model=target.name,
+        parameters=target.parameters,
+        changes=scenario.changes(now, compiler, planned) if args.changes else (),
+        budgets=scenario.budgets(now, again, planned) if args.changes or again else (),
+    )
+    active, rate = target.parameters, None
+    if target.tokens is not None:
+        active = active_parameters(now.schedules, active, target.tokens)
+        rate = args.gpus * args.hosts * target.tokens / explained.step_s
+    found = {
+        "target": target.name,
+        "batch": args.batch,
+        "gpus": args.gpus,
+        "hosts": args.hosts,
+        "tokens_a_step": target.tokens,
+        "active_parameters": active,  # per token, without the experts that it does not choose
+        "fits": not why_not,
+        "why_not": list(why_not),
+        "tried": tried,  # does not fit, but by so little that it is tried
+        "step_s": explained.step_s,
+        "tokens_per_s": rate,
+        "tflop_s": None if rate is None else 6 * active * rate / 1e12,
+        "planning_s": time.perf_counter() - start,
+    }
+    if args.json:
+        print(json.dumps({**found, "plan": explained.to_dict()}, indent=2))
+    else:
+        print(_text(found, target, explained, args))
+    return 1 if why_not else 0
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    """One GPU's share of the machine that the options describe."""
+    if (args.interconnect or args.hosts > 1) and args.gpus == 1:
+        raise OptionError("--interconnect, --hosts: needed --gpus 2 or more, which share the model")
+    if args.network and args.hosts == 1:
+        raise OptionError("--network: needed --hosts 2 or more")
+    found = known(args.gpu)
+    if args.link is not None:
+        name = f"{found.name} with a link of {args.link:g} GB/s"
+        found = found.with_link(args.link).replace(name=name)
+    if args.host_memory is not None:
+        host_bytes = _bytes("--host-memory", args.host_memory, found.host_bytes)
+        found = found.replace(host_bytes=host_bytes)
+    if args.page_locked is not None:
+        locked_bytes = _bytes("--page-locked", args.page_locked, found.host_bytes)
+        found = found.replace(locked_bytes=locked_bytes)
+    if args.disk is not None:
+        found = _disk_rates(args).on(found)
+    found = found.shared_by(args.gpus)
+    if args.interconnect is not None:
+        found = found.with_interconnect(args.interconnect)
+    return found if args.network is None else found.replace(network_gb_s=args.network)
+
+
+def _bytes(name: str, size: float, total_bytes: int | None) -> int:
+    """An option's size in bytes: an int, or a fraction of `total_bytes` (None: unknown)."""
+    if isinstance(size, int) or not size:
+        return int(size)
+    if not total_bytes:
+        raise OptionError(f"{name} {size}: a fraction of an unknown size; pass a size: 20GiB")
+    return int(size * total_bytes)
+
+
+def _disk_rates(args: argparse.Namespace) -> DiskRates:
+    if args.disk_rates is not None:
+        read, write = args.disk_rates
+        return DiskRates(read, write, read / 2, write / 2)
+    rates = disk_on_file(os.path.abspath(args.disk))
+    if rates is None:
+        raise OptionError(
+            f"--disk {args.disk}: its rates are unknown; pass --disk-rates 2.2/2.2, or measure "
+            f"them: python -m megacompile hardware --disk {args.disk}"
+        )
+    return rates
+
+
+def _options(args: argparse.Namespace, target: Target, hardware: Hardware) -> Options:
+    optimizer: torch.optim.Optimizer | None = None
+    if args.update_in_backward:
+        params = list(target.model.parameters())
+        if OPTIMIZERS[args.optimizer] == 2:
+            optimizer = torch.optim.AdamW(params)
+        else:
+            optimizer = torch.optim.SGD(params, momentum=0.9 * OPTIMIZERS[args.optimizer])
+    memory, disk, disk_memory = args.gpu_memory, args.disk, args.disk_memory
+    if disk is not None:
+        free = 0
+        if os.path.isdir(disk):
+            free = shutil.disk_usage(disk).free
+        elif disk_memory is None:
+            raise OptionError(
+                f"--disk {disk}: no such folder; needed one or, for another machine's disk, "
+                "--disk-memory and --disk-rates"
+            )
+        else:
+            disk = tempfile.gettempdir()  # plans need a folder, and write nothing there
+        disk_memory = free if disk_memory is None else _bytes("--disk-memory", disk_memory, free)
+        disk_memory //= args.gpus
+    return abstract_options(
+        gpu_memory=memory and _bytes("--gpu-memory", memory, hardware.device_bytes),
+        state_dtype=None if args.state_dtype == "same" else option_checks.dtype(args.state_dtype),
+        compute_dtype=args.compute_dtype and option_checks.dtype(args.compute_dtype),
+        optimizer=optimizer,
+        activations=args.activations,
+        tiles="auto" if args.tiles is None else args.tiles,
+        mesh=PlannedMesh(args.gpus, args.hosts) if args.gpus > 1 else None,
+        disk=disk,
+        disk_memory=disk_memory,
+        disk_weights=args.disk_weights or None,
+        disk_saved=args.disk_saved or None,
+    )
+
+
+def _programs(target: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:
+    try:
+        return abstract_programs(
+            target.model, target.args, target.kwargs, options=options, hardware=hardware
+        )
+    except MegacompileError:
+        raise
+    except Exception as error:  # raised by the model's code, through Dynamo
+        raise OptionError(f"{target.name} cannot be captured: {first_line(error)}") from error
+
+
+def _schedules(programs: list[AbstractProgram]) -> tuple[list[Schedule], tuple[str, ...]]:
+    """The schedules; if memory is too small, those closest to fitting, and why they do not."""
+    found: list[Schedule] = []
+    refused: tuple[str, ...] = ()
+    for program in programs:
+        reuse = program is programs[-1]
+        try:
+            found.append(program.schedule(reuse=reuse))
+        except (DeviceMemoryError, HostMemoryError) as error:
+            lines = str(error).removeprefix("megacompile(): ").splitlines()
+            refused = refused or tuple(line for line in lines if not line.startswith("  "))
+            program.plans.choose_least(program.stages, "this is the closest plan")
+            found.append(program.schedule(reuse=reuse))
+    return found, refused
+
+
+def _first_too_small(
+    target: Target, options: Options, now: Scenario, *, fits: bool
+) -> tuple[str, ...]:
+    """The error of `megacompile()` before any plan, if the parameters do not fit on the host, where
+    all of them start; with changes that would fix it."""
+
+    def lines(*, on_disk: bool) -> tuple[str, ...]:
+        rows = host_rows(
+            target.model,
+            gradients=options.optimizer is None,
+            device_bytes=options.gpu_memory or now.hardware.device_bytes or 0,
+            on_disk=on_disk,
+            ranks=options.ranks,
+        )
+        sizes.append(sum(size for _, size in rows))
+        return () if now.host_bytes is None else too_small(rows, now.host_bytes)
+
+    sizes = [sum(now.host().values())]
+    found = lines(on_disk=bool(options.disk_weights) or options.may_store_weights)
+    if not found:
+        return ()
+    lacks = {HOST: max(sizes) - (now.host_bytes or 0)}
+    device = now.device.peak.total_bytes - (now.device_bytes or 0)
+    if device > 0:
+        lacks = {DEVICE: device, **lacks}
+    able = fits and device <= 0 and options.disk is None and options.ranks == 1
+    if able and options.compute_dtype is None and not lines(on_disk=True):
+        found += ("with disk= it would fit: parameters beyond host memory wait there for the plan",)
+    return *found, more(lacks)
+
+
+def _text(
+    found: dict[str, Any], target: Target, explained: Explanation, args: argparse.Namespace
+) -> str:
+    states = "" if not OPTIMIZERS[args.optimizer] else f", {args.state_dtype} states"
+    where = " in the backward" if args.update_in_backward else ""
+    active = ""
+    if found["active_parameters"] != target.parameters:
+        active = f" ({found['active_parameters'] / 1e9:,.3g} B active a token)"
+    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in target.model.parameters())
+    machine = f"one {explained.hardware}"
+    if args.gpus > 1:
+        hosts = "" if args.hosts == 1 else f" of each of {args.hosts} hosts"
+        machine = f"each of {args.gpus} {explained.hardware}{hosts}; memory is for one GPU"
+    inputs = "the function's inputs"
+    if target.tokens is not None:
+        inputs = f"{args.batch} x {args.seq} tokens"
+    size = f"{target.parameters / 1e9:,.3g} B parameters{active}"
+    verdict = "it may not fit" if found["tried"] else "it does NOT fit"
+    if not found["why_not"]:
+        verdict = "it fits"
+        if explained.host.fits is None:
+            needed = format_bytes(explained.host.needed_bytes)
+            verdict += f" on the device; the host needs {needed} (set --host-memory to check)"
+    return "\n".join(
+        [
+            f"{target.name}: {size}, {' and '.join(dtypes)}",
+            f"{inputs} a step, {args.optimizer}{where}{states}, on {machine}",
+            "",
+            "\n  ".join([": ".join([verdict, *found["why_not"][:1]]), *found["why_not"][1:]]),
+            "",
+            columns(explanation.memory_rows(explained)),
+            "",
+            columns(_speed(found, explained), left=(0, 1)),
+            *explanation.section_lines(
+                [
+                    *explanation.budget_sections(explained),
+                    ("the plan", list(explained.reasons)),
+                    *explanation.change_sections(explained),
+                ]
+            ),
+            "",
+            f"planned in {found['planning_s']:.0f} s; nothing was measured",
+        ]
+    )
+
+
+def _speed(found: dict[str, Any], explained: Explanation) -> list[list[str]]:
+    whether = " if it did fit" if found["why_not"] else ""
+    rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
+    rows.append(["its time depends on", explanation.bounds_text(explained)])
+    rows += [["", line] for line in explanation.network_lines(explained)]
+    if found["tokens_per_s"] is not None:
+        rows.append(["tokens/s", f"{found['tokens_per_s']:,.0f}"])
+        tflop_s = found["tflop_s"]
+        rows.append(["TFLOP/s by 6NT", f"{tflop_s:,.3g}" if tflop_s < 1000 else f"{tflop_s:,.0f}"])
+    return rows
