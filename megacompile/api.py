@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Never, TypeVar, cast
+from collections.abc import Iterator
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from megacompile import compat, log
 from megacompile.beside import compile_pool
 from megacompile.beside.process import processes
 from megacompile.cost.rank_rates import agree, agree_disks, ranks_of_host, use_cores
-from megacompile.errors import ModelError, OptionError, OptionTypeError
+from megacompile.errors import ModelError, OptionError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.plan.setting import Setting
@@ -32,13 +32,9 @@ from megacompile.validate import (
     check_optimizer,
     held_bytes,
     host_rows,
-    warn_of_rounding,
 )
 
 M = TypeVar("M", bound=nn.Module)
-
-
-LISTENERS: list[Callable[[nn.Module], None]] = []  # called with every model that is megacompiled
 
 
 def megacompile(
@@ -71,7 +67,6 @@ def megacompile(
     slots: int | None = None,
     cuda_graphs: bool = True,
     detect_anomaly: bool = False,
-    **removed: Never,
 ) -> M:
     """Compile a model whose parameters and gradients stream between host and device memory.
 
@@ -144,8 +139,6 @@ def megacompile(
         slots: device buffers for prefetched buckets, at least `lookahead + 1`.
         cuda_graphs: capture a model that fits as CUDA graphs, and replay them in each step.
         detect_anomaly: raise `AnomalyError` if a stage's backward returns NaN or inf.
-        removed: not an option. The name of a removed option raises an error that names its
-            replacement.
 
     Raises:
         ModelError: `model` is not a module, its parameters cannot be streamed, or another
@@ -170,9 +163,9 @@ def megacompile(
             optimizer.zero_grad()
     """
     given = {**locals()}  # the parameters: no other local exists yet
-    del given["model"], given["checkpoint"], given["removed"]
+    del given["model"], given["checkpoint"]
     log.configure()
-    options = Options.resolve(**given, **removed)
+    options = Options.resolve(**given)
     if isinstance(model, nn.Module):
         model = cast("M", compat.without_torch_compile(model))
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
@@ -199,8 +192,6 @@ def _make(
     refuse_shared(model)
     if options.optimizer is not None:
         check_optimizer(model, options.optimizer)
-    if options.stochastic_rounding:
-        warn_of_rounding(model)
     # without a checkpoint, `mesh` refuses parameters on meta
     wanted = options.mesh is None or checkpoint is not None
     contents = _contents(model, checkpoint) if wanted else None
@@ -232,8 +223,6 @@ def _make(
     machine = streamed.machine
     layouts = [bucket.layout for bucket in machine.buckets.values()]
     log.buckets_placed(type(model).__name__, layouts, machine.host_budget.node)
-    for listener in tuple(LISTENERS):
-        listener(model)
     return model
 
 
@@ -255,10 +244,10 @@ def _is_megacompiled(
             f"megacompile(): {name} was compiled with model.compile() already; leave out that "
             "call: megacompile compiles the model"
         )
-    if changes := present.options.differences(options):
+    if present.options != options:
         raise OptionError(
-            f"megacompile(): {name} is megacompiled already, with other "
-            f"options ({', '.join(changes)}); call it once, with the options you want"
+            f"megacompile(): {name} is megacompiled already, with other options; call it once, "
+            "with the options you want"
         )
     if checkpoint is not None:
         raise OptionError(
@@ -305,9 +294,9 @@ def _contents(
 ) -> Contents | None:
     """The values to load or initialize; None if the model has its own."""
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike, Checkpoint)):
-        raise OptionTypeError(
-            f"megacompile(): option 'checkpoint' got {type(checkpoint).__name__}; needed a path "
-            "(a folder of safetensors) or a megacompile.Checkpoint"
+        raise OptionError(
+            f"megacompile(): got checkpoint={checkpoint!r}; needed a path (a folder of "
+            "safetensors) or a megacompile.Checkpoint"
         )
     if checkpoint is None and not on_meta(model):
         return None

@@ -20,10 +20,6 @@ class OptionError(MegacompileError, ValueError):
     """An option of `megacompile()` is out of range, of the wrong type, or contradicts another."""
 
 
-class OptionTypeError(OptionError, TypeError):
-    """An option of `megacompile()` has the wrong type."""
-
-
 class CheckpointError(MegacompileError, RuntimeError):
     """A checkpoint is incomplete, does not fit the model, or cannot be read or written."""
 
@@ -45,10 +41,6 @@ class DeviceMemoryError(MegacompileError, RuntimeError):
 
 class ScheduleError(MegacompileError, RuntimeError):
     """A schedule has a hazard or an inconsistency. The message marks it in the schedule."""
-
-
-class NoScheduleError(MegacompileError, IndexError):
-    """No schedule has run yet. The message has the reason."""
 
 
 class BackwardError(MegacompileError, RuntimeError):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 from megacompile.cost.hardware import Hardware
-from megacompile.errors import ModelError, NoScheduleError
+from megacompile.errors import ModelError
 from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
-from megacompile.log import KERNELS, UPDATES
+from megacompile.log import UPDATES
 from megacompile.options import Lowering
 from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
@@ -25,37 +24,12 @@ from megacompile.views.recorder import Traced
 
 def schedules(model: nn.Module) -> list[Schedule]:
     """Return the schedules that a megacompiled model has run, one for each captured graph and
-    shape.
+    shape; [] if it has run none, and `explain(model)` says why.
 
     Raises:
         ModelError: the model is not megacompiled.
-        NoScheduleError: on indexing an empty list; the message says why no schedule has run.
     """
-    streamed = streamed_model(model, "schedules")
-    return _Schedules(type(model).__name__, streamed)
-
-
-class _Schedules(list[Schedule]):
-    """A list whose IndexError says why it is empty."""
-
-    def __init__(self, name: str, streamed: StreamedModel) -> None:
-        super().__init__(streamed.captures.schedules())
-        self.why = _why_none(streamed)
-        self.name = name
-
-    def __getitem__(self, index: Any) -> Any:
-        if not self and not isinstance(index, slice):
-            raise NoScheduleError(f"schedules(): {self.name} has none: {self.why}")
-        return super().__getitem__(index)
-
-
-def _why_none(streamed: StreamedModel) -> str:
-    """The reason why a model has no schedule."""
-    if streamed.captures.graphs:
-        return "all captured code ran in eager mode; a warning has the reason"
-    if streamed.called:
-        return "Dynamo captured nothing; a warning has the reason"
-    return "it has not been called yet; call model(...), or a module in it, on a batch first"
+    return streamed_model(model, "schedules").captures.schedules()
 
 
 def updates(model: nn.Module) -> dict[str, str]:
@@ -93,7 +67,6 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
             train_step(model, optimizer)
         print(t.table())
         t.save("step.json")  # for ui.perfetto.dev
-        t.plot("step.png")
     """
     if not models:
         raise ModelError("trace(): got no model; needed at least one")
@@ -125,9 +98,8 @@ def explain(
     Shows the stages; where every byte is, on the device and on the host; the plan and its reasons;
     how busy each stream is and what bounds the step; what would help, and by how much. Times are
     predicted for a step in the middle of training, for an AdamW with the states that the options
-    name. A trace adds measured times. For the model's stages, and the process's updates in C++ and
-    kernels in Triton, `code` counts those from caches and those compiled in this process, and the
-    seconds that took.
+    name. A trace adds measured times. For the model's stages, and the process's updates in C++,
+    `code` counts those from caches and those compiled in this process, and the seconds that took.
 
     If ranks share the model, it names the slowest one and its cost. No rank waits for another in
     this call, so a single rank may make it.
@@ -155,7 +127,10 @@ def explain(
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
-        raise ModelError(f"explain(): {name} has no schedule: {_why_none(streamed)}")
+        why = "it has not been called yet; call model(...), or a module in it, on a batch first"
+        if streamed.called:
+            why = "no captured code ran; a warning has the reason"
+        raise ModelError(f"explain(): {name} has no schedule: {why}")
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     machine = hardware or compiler.setting.rates()
     device_bytes = compiler.budget.limit_bytes or machine.device_bytes
@@ -194,7 +169,6 @@ def explain(
         code={
             "stages": streamed.machine.code,
             "updates in C++": UPDATES,
-            "kernels in Triton": KERNELS,
         },
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megacompile import compat
-from megacompile.errors import OptionError
+from megacompile import option_checks as checks
 from megacompile.runtime.model import full_parameters as on_device
 from megacompile.runtime.model.restore import restore
 from megacompile.runtime.model.streamed import StreamedModel, streamed_around, streamed_model
@@ -204,17 +204,5 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
         model.generate(**inputs)
     """
     streamed = streamed_model(model, "unmegacompile")
-    restore(streamed, _device(device))
+    restore(streamed, checks.device(checks.Given("device", device, {})))
     return model
-
-
-def _device(value: torch.device | str | int) -> torch.device:
-    try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(f"unmegacompile(): got device={value!r}: {error}") from None
-    if device.type == "meta":
-        raise OptionError("unmegacompile(): got device='meta', which would lose the parameters")
-    if str(device) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import host_memory
-from megacompile.errors import OptionError, OptionTypeError
-from megacompile.option_values import Activations, Lowering, parse_bytes
+from megacompile.errors import OptionError
+from megacompile.option_values import Activations, Lowering, PlannedMesh, parse_bytes
 from megacompile.runtime.optim.rules import RULES, listed, rule_of
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -27,11 +27,6 @@ class Given(NamedTuple):
     name: str
     value: Any
     above: Mapping[str, Any]  # the options declared above it, already checked
-
-    def wrong_type(self, needed: str) -> OptionTypeError:
-        """The error of a value of another type."""
-        got = f"option {self.name!r} got {self.value!r} ({type(self.value).__name__})"
-        return OptionTypeError(f"megacompile(): {got}; needed {needed}")
 
     def wrong(self, needed: str) -> OptionError:
         """The error of a value that is not accepted."""
@@ -49,15 +44,13 @@ class Given(NamedTuple):
 def flag(given: Given) -> bool:
     """True or False."""
     if not isinstance(given.value, bool):
-        raise given.wrong_type("True or False")
+        raise given.wrong("True or False")
     return given.value
 
 
 def open_flag(given: Given) -> bool | None:
     """True, False or None."""
-    if given.value is not None and not isinstance(given.value, bool):
-        raise given.wrong_type("True, False or None")
-    return given.value
+    return None if given.value is None else flag(given)
 
 
 def progress(given: Given) -> bool | None:
@@ -69,12 +62,9 @@ def progress(given: Given) -> bool | None:
 
 def count(given: Given, *, least: int = 1, words: str = "") -> int:
     """An int of at least `least`; `words`: other accepted values, for errors."""
-    value = given.value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise given.wrong_type(f"{words}an int of at least {least}")
-    if value < least:
-        raise given.wrong(f"at least {least}")
-    return value
+    if type(given.value) is not int or given.value < least:
+        raise given.wrong(f"{words}an int of at least {least}")
+    return given.value
 
 
 def slots(given: Given) -> int | None:
@@ -99,15 +89,11 @@ def member(choices: type[_E]) -> Callable[[Given], _E]:
     """Make the check for a member of an enum, or its value."""
 
     def check(given: Given) -> _E:
-        if isinstance(given.value, choices):
-            return given.value
-        needed = "one of " + ", ".join(repr(each.value) for each in choices)
-        if not isinstance(given.value, str):
-            raise given.wrong_type(needed)
         try:
             return choices(given.value)
         except ValueError:
-            raise given.wrong(needed) from None
+            names = ", ".join(repr(each.value) for each in choices)
+            raise given.wrong(f"one of {names}") from None
 
     return check
 
@@ -130,11 +116,8 @@ def one_of(names: tuple[str, ...]) -> Callable[[Given], Any]:
     allowed = [dtype(name) for name in names]
 
     def check(given: Given) -> Any:
-        needed = "None or one of " + ", ".join(repr(each) for each in allowed)
-        if given.value is not None and not isinstance(given.value, (torch.dtype, str)):
-            raise given.wrong_type(needed)
         if given.value is not None and given.value not in allowed:
-            raise given.wrong(needed)
+            raise given.wrong("None or one of " + ", ".join(map(repr, allowed)))
         return given.value
 
     return check
@@ -148,12 +131,12 @@ def device(given: Given) -> torch.device:
     value, needed = given.value, "a 'cuda' device or 'cpu'"
     if value is None:
         value = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
-        raise given.wrong_type("a torch.device, 'cuda:0' or 'cpu'")
-    if isinstance(value, int) and not 0 <= value < 128:  # torch keeps 8 bits: 256 is cuda:0
-        raise given.wrong("the index of a CUDA device")
+    if type(value) is int and 0 <= value < 128:  # torch keeps 8 bits: 256 is cuda:0
+        value = f"cuda:{value}"
+    if not isinstance(value, (str, torch.device)):
+        raise given.wrong(f"{needed}, or the index of a CUDA device")
     try:
-        found = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+        found = torch.device(value)
     except RuntimeError:  # torch's message lists all its backends
         raise given.wrong(needed) from None
     if found.type == "cpu":
@@ -173,18 +156,18 @@ def device(given: Given) -> torch.device:
     return torch.device("cuda", index)
 
 
-def mesh(given: Given) -> DeviceMesh | None:
+def mesh(given: Given) -> DeviceMesh | PlannedMesh | None:
     """A mesh of the same device type, or None. Its last dimension shards; the first of two
     replicates."""
     mesh, device = given.value, given.above["device"]
-    if mesh is None:
-        return None
+    if mesh is None or isinstance(mesh, PlannedMesh):
+        return mesh
     made = (
         f'init_device_mesh("{device.type}", (world_size,)), after '
         "torch.distributed.init_process_group()"
     )
     if not isinstance(mesh, DeviceMesh):
-        raise given.wrong_type(f"a DeviceMesh: {made}")
+        raise given.wrong(f"a DeviceMesh: {made}")
     if not 1 <= mesh.ndim <= 2:
         raise OptionError(
             f"megacompile(): got a mesh of {mesh.ndim} dimensions; needed one, which shards, or "
@@ -248,19 +231,15 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
     value = given.value
     if value is None:
         return None
-    needed = f"one that can update in the backward: {listed(RULES, 'or')}"
-    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
-        needed = f"one that has parameters: {value.__name__}(model.parameters(), ...)"
-    if not isinstance(value, torch.optim.Optimizer):
-        raise given.wrong_type(needed)
-    rule = rule_of(value)
-    why_not = "" if rule is None else rule.unsupported_reason(value)
-    if rule is not None and not why_not:
-        return value
+    why_not = ""
+    if isinstance(value, torch.optim.Optimizer) and (rule := rule_of(value)) is not None:
+        why_not = rule.unsupported_reason(value)
+        if not why_not:
+            return value
     got = type(value).__name__ + (f" ({why_not})" if why_not else "")
     raise OptionError(
-        f"megacompile(): got optimizer={got}; needed {needed}; or leave it out: optimizer.step() "
-        "works with every optimizer"
+        f"megacompile(): got optimizer={got}; needed one that can update in the backward: "
+        f"{listed(RULES, 'or')}; or leave it out: optimizer.step() works with every optimizer"
     )
 
 
@@ -269,10 +248,8 @@ def device_update(given: Given) -> float | None:
     value, above = given.value, given.above
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise given.wrong_type("None or a number from 0 to 1")
-    if not 0 <= value <= 1:  # nor nan
-        raise given.wrong("a number from 0 to 1")
+    if type(value) not in (int, float) or not 0 <= value <= 1:  # nor nan
+        raise given.wrong("None or a number from 0 to 1")
     given = given._replace(value=float(value))
     if value and above["optimizer"] is not None:
         raise given.refused(
@@ -299,15 +276,14 @@ def disk(given: Given) -> str | None:
     """The folder of scratch files, as an absolute path, or None."""
     if given.value is None:
         return None
-    if not isinstance(given.value, (str, os.PathLike)):
-        raise given.wrong_type("None or the path of a folder")
-    path = os.path.abspath(os.fsdecode(given.value))
-    given = given._replace(value=path)
     if sys.platform != "linux":
         raise given.refused("; scratch files need Linux; leave it out")
-    if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
-        raise given.wrong("a folder that this process can write to, on a local disk")
-    return path
+    if isinstance(given.value, (str, os.PathLike)):
+        path = os.path.abspath(os.fsdecode(given.value))
+        given = given._replace(value=path)
+        if os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK):
+            return path
+    raise given.wrong("a folder that this process can write to, on a local disk")
 
 
 def disk_memory(given: Given) -> int | None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from megacompile.errors import OptionError, OptionTypeError
+from megacompile.errors import OptionError
 
 COMPUTE_DTYPES = ("bfloat16", "float16")
 GRAD_DTYPES = ("bfloat16", "float16", "float32")
@@ -41,6 +42,14 @@ class Activations(enum.Enum):
     OFFLOAD = "offload"  # stage inputs wait on the host, the rest is recomputed
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedMesh:
+    """A mesh for plans, without processes."""
+
+    ranks: int  # ranks that shard
+    replicas: int = 1
+
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NEEDED = 'bytes (an int), a string such as "20GiB", or a fraction of the total (0 < f <= 1)'
 
@@ -55,28 +64,18 @@ def parse_bytes(name: str, value: Any, total_bytes: int, *, words: str = "") -> 
         words: other accepted values, for errors: "'all', ".
 
     Raises:
-        OptionError: a negative size, an unknown unit, a fraction above 1.
-        OptionTypeError: neither a number nor a string.
+        OptionError: another type, a negative size, an unknown unit, a fraction above 1.
     """
-    needed = words + _NEEDED
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        kind = type(value).__name__
-        raise OptionTypeError(
-            f"megacompile(): option {name!r} got {value!r} ({kind}); needed {needed}"
-        )
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?\s*", value, re.IGNORECASE)
-        if found is None:
-            raise OptionError(f"megacompile(): got {name}={value!r}; needed {needed}")
-        number, unit, binary = found.groups()
-        scale = _UNITS[unit.upper()]
-        if unit and not binary:
-            scale = 1000 ** list(_UNITS).index(unit.upper())
-        return int(float(number) * scale)
-    if isinstance(value, float):
-        if not 0 <= value <= 1:  # nor nan
-            raise OptionError(f"megacompile(): got {name}={value}; needed {needed}")
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?)(i)?B?\s*", value, re.IGNORECASE)
+        if found is not None:
+            number, unit, binary = found.groups()
+            scale = _UNITS[unit.upper()]
+            if unit and not binary:
+                scale = 1000 ** list(_UNITS).index(unit.upper())
+            return int(float(number) * scale)
+    if type(value) is float and 0 <= value <= 1:  # nor nan
         return int(value * total_bytes)
-    if value < 0:
-        raise OptionError(f"megacompile(): got {name}={value}; needed {needed}")
-    return value
+    if type(value) is int and value >= 0:
+        return value
+    raise OptionError(f"megacompile(): got {name}={value!r}; needed {words}{_NEEDED}")

@@ -7,7 +7,6 @@ field here, with the internal type and the check of `option_checks` that convert
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -16,11 +15,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import option_checks as checks
-from megacompile.errors import OptionError, OptionTypeError
+from megacompile.errors import OptionError
 from megacompile.option_values import COMPUTE_DTYPES, GRAD_DTYPES, STATE_DTYPES
 from megacompile.option_values import Activations as Activations
 from megacompile.option_values import Head as Head
 from megacompile.option_values import Lowering as Lowering
+from megacompile.option_values import PlannedMesh as PlannedMesh
 
 _T = TypeVar("_T")
 
@@ -34,14 +34,6 @@ def _option(
     metadata = {"check": check, "alike": alike}
     field: _T = dataclasses.field(default=default, metadata=metadata)
     return field
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMesh:
-    """A mesh for plans, without processes."""
-
-    ranks: int  # ranks that shard
-    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +74,9 @@ class Options:
             given: values by name, as passed to `megacompile()`.
 
         Raises:
-            OptionError: a value is out of range or contradicts another, or the device does not
-                exist.
-            OptionTypeError: a value has the wrong type, or the option does not exist (also a
-                `TypeError`).
+            OptionError: a value is of another type, out of range or contradicts another, or the
+                device does not exist.
         """
-        known = {field.name for field in fields(Options)}
-        for name in given:
-            if name in _REMOVED:
-                raise OptionTypeError(f"megacompile(): {name}= was removed; {_REMOVED[name]}")
-            if name not in known:
-                raise OptionTypeError(f"megacompile() got an unexpected keyword argument {name!r}")
         above: dict[str, Any] = {}
         for field in fields(Options):
             if field.name in given or field.default is MISSING:
@@ -104,11 +88,9 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that shard each parameter.
-
-        With several, plans decide nothing that changes collectives: ranks with other input shapes,
-        rates and budgets must issue the same ones.
-        """
+        """Number of ranks that shard each parameter. With several, plans decide nothing that
+        changes collectives: ranks with other input shapes, rates and budgets must issue the same
+        ones."""
         mesh = self.mesh
         if mesh is None or isinstance(mesh, PlannedMesh):
             return 1 if mesh is None else mesh.ranks
@@ -195,14 +177,6 @@ class Options:
             values["optimizer"] = type(self.optimizer).__name__
         return {name: str(getattr(value, "value", value)) for name, value in values.items()}
 
-    def differences(self, other: Options) -> list[str]:
-        """Differences to `other` as "name: mine -> theirs", in the user's notation."""
-        return [
-            f"{name}: {_as_given(name, mine)} -> {_as_given(name, theirs)}"
-            for name in (field.name for field in fields(self))
-            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
-        ]
-
 
 def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
     """Raise an OptionError, in all of them, if ranks have other options; from `of_all_ranks` of
@@ -214,15 +188,3 @@ def check_alike(of_ranks: Sequence[Mapping[str, str]]) -> None:
                     f"megacompile(): option {name!r} is {of_ranks[0][name]} in rank 0 and {value} "
                     f"in rank {rank}; pass the same in all ranks"
                 )
-
-
-_REMOVED = {"whole_buckets": "leave it out; ranks gather buckets on the GPUs"}
-
-
-def _as_given(name: str, value: Any) -> str:
-    """An option's value in the user's notation."""
-    if name == "resident" and value in (None, sys.maxsize):
-        return repr("auto" if value is None else "all")
-    if isinstance(value, torch.optim.Optimizer):
-        return type(value).__name__
-    return str(value) if isinstance(value, torch.device) else repr(getattr(value, "value", value))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacompile import compat, notices
+from megacompile import compat
 from megacompile.errors import ModelError, OptionError
 from megacompile.packed import leaves, packed_parameters
 
@@ -114,23 +114,6 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"megacompile(): parameter {name} is complex, which the update in the backward "
                 "does not support; leave out optimizer=, and optimizer.step() updates it"
             )
-
-
-def warn_of_rounding(model: nn.Module) -> None:
-    """Warn if `stochastic_rounding=True` has no effect.
-
-    Not an error, because the numbers are more exact than requested.
-    """
-    params = list(model.parameters())
-    trained = [param for param in params if param.requires_grad] or params
-    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in trained})
-    if "bfloat16" not in dtypes:
-        notices.warn(
-            "megacompile(): stochastic_rounding=True has no effect: it rounds bfloat16 "
-            f"parameters, and those of {type(model).__name__} are {', '.join(dtypes)} (the "
-            "optimizer updates these with compute_dtype= too); use model.bfloat16(), or leave it "
-            "out"
-        )
 
 
 def host_rows(

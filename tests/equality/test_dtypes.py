@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -278,16 +277,3 @@ def test_sgd_without_states_rounds_otherwise_in_every_step() -> None:
                     model.head.weight.mul_(1)
     assert not torch.equal(rounds[0], rounds[1])
     assert torch.equal(rounds[0], rounds[2]) and torch.equal(rounds[1], rounds[3])
-
-
-def test_nothing_to_round_is_said_once() -> None:
-    """A script may ask for it whatever the dtype of its model."""
-    made = net()
-    asked: dict[str, Any] = {"device": "cpu", "stochastic_rounding": True}
-    with pytest.warns(UserWarning, match="stochastic_rounding=True") as said:
-        megacompile(made, **asked)
-    assert [str(each.filename) for each in said] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        megacompile(made, **asked)
-        megacompile(net(BF16), **asked)

@@ -238,7 +238,7 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "unmegacompile(): the backward of Net has run an update that optimizer.step() has not "
      "counted; call optimizer.step() first"),
     "ended_on_meta": (lambda: unmegacompile(made(), device="meta"), OptionError,
-     "unmegacompile(): got device='meta', which would lose the parameters"),
+     "megacompile(): got device='meta'; needed a 'cuda' device or 'cpu'"),
     "traced_by_func": (traced_by_func, ModelError,
      "Net: called within torch.func, which needs ordinary parameters; use a plain model there: "
      "copy.deepcopy(model)"),

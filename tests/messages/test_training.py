@@ -19,7 +19,6 @@ from megacompile.errors import (
     ModelError,
     OptimizerError,
     OptionError,
-    OptionTypeError,
 )
 from tests.checkpoints import Net, on_meta, saved
 from tests.lion import Lion
@@ -155,14 +154,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "compute_dtype=float32": (option(compute_dtype=torch.float32), OptionError,
      "megacompile(): got compute_dtype=torch.float32; needed None or one of torch.bfloat16, "
      "torch.float16"),
-    "grad_dtype=1.0": (option(grad_dtype=1.0), OptionTypeError,
-     "megacompile(): option 'grad_dtype' got 1.0 (float); needed None or one of torch.bfloat16, "
+    "grad_dtype=1.0": (option(grad_dtype=1.0), OptionError,
+     "megacompile(): got grad_dtype=1.0; needed None or one of torch.bfloat16, "
      "torch.float16, torch.float32"),
     "state_dtype='int4'": (option(state_dtype="int4"), OptionError,
      "megacompile(): got state_dtype='int4'; needed None or one of torch.float32, "
      "torch.bfloat16, 'int8'"),
     "device_update=nan": (option(device_update=float("nan"), lowering="inductor"), OptionError,
-     "megacompile(): got device_update=nan; needed a number from 0 to 1"),
+     "megacompile(): got device_update=nan; needed None or a number from 0 to 1"),
     "device_update, eager": (option(device_update=0.5, lowering="eager"), OptionError,
      "megacompile(): got device_update=0.5 with lowering='eager', which updates with "
      "torch.optim itself; leave out device_update, or use lowering='inductor'"),
@@ -240,8 +239,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "shared data": (shares_data, ModelError,
      "megacompile(): parameters Sequential.0.weight and Sequential.2.weight share memory through "
      "their .data; tie them by using one nn.Parameter in both places, or clone one"),
-    "checkpoint={}": (option(checkpoint={}), OptionTypeError,
-     "megacompile(): option 'checkpoint' got dict; needed a path (a folder of safetensors) or a "
+    "checkpoint={}": (option(checkpoint={}), OptionError,
+     "megacompile(): got checkpoint={}; needed a path (a folder of safetensors) or a "
      "megacompile.Checkpoint"),
     "no folder": (
      lambda folder: megacompile(on_meta(), device="cpu", checkpoint=folder / "none"),

@@ -22,7 +22,7 @@ from torch.optim import Adafactor, AdamW
 
 from megacompile import explain, full_parameters, megacompile, released, schedules
 from megacompile.cli import main
-from megacompile.errors import ModelError, OptimizerError, OptionError, OptionTypeError
+from megacompile.errors import ModelError, OptimizerError, OptionError
 from tests import inside, prove, quantized
 from tests.nets import Choice, Net
 from tests.processes import group_of_one
@@ -63,7 +63,7 @@ def step(model: Any) -> Tensor:
 def test_a_mesh_that_is_none(group: None) -> None:
     model = net()
     wrong: list[tuple[Any, type[Exception]]] = [
-        ("cpu", OptionTypeError),
+        ("cpu", OptionError),
         (init_device_mesh("cpu", (1, 1, 1)), OptionError),
         (DeviceMesh("meta", [0], _init_backend=False), OptionError),
     ]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 from megacompile import megacompile
-from megacompile.errors import AnomalyError, OptimizerError, OptionTypeError
+from megacompile.errors import AnomalyError, OptimizerError, OptionError
 from tests import inside, zoo
 from tests.interrupts import Countdown
 from tests.training import groups, take_steps
@@ -158,7 +158,7 @@ def test_an_anomaly_is_named_and_leaves_the_next_step_right() -> None:
         said = pytest.raises(AnomalyError, match="NaN") if raises else contextlib.nullcontext()
         with torch.autograd.set_detect_anomaly(True, check_nan=check_nan), said:
             step(model, batch())
-    with pytest.raises(OptionTypeError):
+    with pytest.raises(OptionError):
         zoo.twins(start, detect_anomaly=1)
 
 
