@@ -161,13 +161,11 @@ def _read(path: Path) -> str:
 
 
 class PageLocks:
-    """The page-locked memory of this process, and the limit that the system sets.
-
-    The limit is not known in advance. NVIDIA's driver ignores `ulimit -l`; WSL 2 may allow as
-    little as 0.5 GiB, and some containers none. So it is found by trying: an amount that was
-    refused is not requested again, and the remaining buffers stay pageable. The numbers are the
-    same, but copies are slower, and plans count on that (`megacompile.cost.hardware`).
-    """
+    """The page-locked memory of this process, and the limit that the system sets. The limit is not
+    known in advance. NVIDIA's driver ignores `ulimit -l`; WSL 2 may allow as little as 0.5 GiB, and
+    some containers none. So it is found by trying: an amount that was refused is not requested
+    again, and the remaining buffers stay pageable. The numbers are the same, but copies are slower,
+    and plans count on that (`megacompile.cost.hardware`)."""
 
     def __init__(self) -> None:
         self._locked: dict[int, int] = {}  # bytes by address; for access by several threads

@@ -3,7 +3,6 @@
     MEGACOMPILE_LOG=schedule,plan     these subjects, at INFO, on stderr
     MEGACOMPILE_LOG=+passes           at DEBUG
     MEGACOMPILE_LOG=all               all subjects; +all at DEBUG; later names win: all,+plan
-    MEGACOMPILE_LOG=help              print the subjects
 
 `megacompile()` reads the variable. If it is not set, no handler is installed, and the logger
 `megacompile` is at WARNING unless the user has set its level, so `logging.basicConfig(level=INFO)`
@@ -16,10 +15,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megacompile.errors import OptionError
 from megacompile.ir.buckets import Bucket
@@ -53,16 +50,6 @@ def logger(subject: str) -> logging.Logger:
     return logging.getLogger(f"megacompile.{subject}")
 
 
-class Lazy:
-    """A text made only if a handler formats it: `log.info("%s", Lazy(schedule.table))`."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
-
-    def __str__(self) -> str:
-        return str(self.make())
-
-
 def configure() -> None:
     """Apply MEGACOMPILE_LOG, once for each value. Raises an OptionError if it names an unknown
     subject."""
@@ -89,23 +76,19 @@ def configure() -> None:
 
 
 def _parsed(value: str) -> dict[str, int]:
-    """The level of each subject that the variable's value names; prints the help if it asks."""
+    """The level of each subject that the variable's value names."""
     levels: dict[str, int] = {}
     for entry in filter(None, map(str.strip, value.split(","))):
         level = logging.DEBUG if entry.startswith("+") else logging.INFO
         name = entry.removeprefix("+").strip()
-        if name == "help":
-            text = "=NAME,+NAME,...  logs these subjects to stderr, + at DEBUG; all: every one"
-            lines = [f"  {name:<8}  {subject}" for name, subject in SUBJECTS.items()]
-            print(VARIABLE + text, *lines, sep="\n", file=sys.stderr)
-        elif name == "all":
+        if name == "all":
             levels |= dict.fromkeys(SUBJECTS, level)
         elif name in SUBJECTS:
             levels[name] = level
         else:
             raise OptionError(
                 f"{VARIABLE}={value}: got {entry!r}; needed names among {', '.join(SUBJECTS)}, "
-                "all, help, separated by commas, with + for DEBUG"
+                "all, separated by commas, with + for DEBUG"
             )
     return levels
 
@@ -136,8 +119,9 @@ def schedule_made(schedule: Schedule) -> None:
     logger("plan").info("%s: keeps saved tensors of stages: %s%s", schedule.name, kept, reasons)
     size = format_bytes(sum(slot.size_bytes for slot in schedule.slots))
     logger("memory").info("%s: %d slots of %s", schedule.name, len(schedule.slots), size)
-    logger("schedule").info("%s\n%s", schedule.name, Lazy(schedule.table))
-    logger("schedule").debug("%s", Lazy(schedule.code))
+    if logger("schedule").isEnabledFor(logging.INFO):
+        logger("schedule").info("%s\n%s", schedule.name, schedule.table())
+        logger("schedule").debug("%s", schedule.code())
 
 
 def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -> None:
@@ -180,19 +164,18 @@ def _own_code(name: str, text: str) -> str:
     return text
 
 
-def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:
-    """Log how a schedule got its code: graphs `found` in a cache, `beside` of them compiled
-    meanwhile by the compile processes, and graphs `made` here."""
+def compiled(name: str, found: int, made: int, time_s: float) -> None:
+    """Log how a schedule got its code: graphs `found` in a cache, which compile processes may have
+    filled meanwhile, and graphs `made` here."""
     if found or made:
-        text = "%s: compiled %d templates in %.1f s (%d from the cache%s)"
-        more = f", {beside} of them compiled by other processes" if beside else ""
-        logger("compile").info(text, name, found + made, time_s, found, more)
+        text = "%s: compiled %d templates in %.1f s (%d from the cache)"
+        logger("compile").info(text, name, found + made, time_s, found)
 
 
-def update_compiled(name: str, *, found: bool, time_s: float, what: str = "C++") -> None:
+def update_compiled(name: str, *, found: bool, time_s: float) -> None:
     """Log that the code of an update is ready."""
-    text = "%s: compiled to %s in %.1f s%s"
-    logger("compile").info(text, name, what, time_s, " (from the cache)" if found else "")
+    text = "%s: compiled to C++ in %.1f s%s"
+    logger("compile").info(text, name, time_s, " (from the cache)" if found else "")
 
 
 def took(what: str, time_s: float) -> None:
@@ -209,15 +192,13 @@ class CodeCounts:
     """Counts of one kind of code: graphs, or kernels."""
 
     found: int = 0  # in caches, graphs compiled meanwhile by compile processes included
-    beside: int = 0  # of these, compiled meanwhile by compile processes
     made: int = 0  # compiled in this process
     time_s: float = 0.0  # spent by this process to load and compile them
 
-    def add(self, *, found: int, made: int, time_s: float, beside: int = 0) -> None:
+    def add(self, *, found: int, made: int, time_s: float) -> None:
         """Add to the counts."""
         self.found += found
         self.made += made
-        self.beside += min(beside, found)
         self.time_s += time_s
 
     @property
@@ -227,4 +208,3 @@ class CodeCounts:
 
 
 UPDATES = CodeCounts()  # optimizers' updates on the host, in C++
-KERNELS = CodeCounts()  # megacompile's kernels in Triton, most of them updates

@@ -84,11 +84,6 @@ def is_new(subject: str, of: object | None = None) -> bool:
     return is_first
 
 
-def was_said(subject: str) -> bool:
-    """True if `is_new` was called with a subject of the process."""
-    return subject in _said
-
-
 def say_again() -> None:
     """Forget the process's subjects, so that warnings appear again."""
     _said.clear()

@@ -1,28 +1,22 @@
 """The NUMA node of a GPU: placement of host memory and threads near it.
 
 In a machine with several sockets, a copy between a GPU and another socket's memory crosses the link
-between sockets, which is slower than PCIe and shared. Therefore
+between sockets, which is slower than PCIe and shared. A page is placed on the node of the thread
+that touches it first, unless the process has a memory policy (`numactl`). Therefore
 
-    memory that is copied to or from the GPU    prefers the GPU's node
-    threads that touch it first                 run on the node's cores
-    threads that update                         run there, if the node has a core for each of them
+    threads that touch memory for copies   run on the cores of the GPU's node
+    threads that update                    run there, if the node has a core for each of them
 
 Memory is not bound: if the node is full, pages come from another one. Nothing is done on a machine
 with one node, if the system does not name the GPU's node (most virtual machines), or if the user
-has chosen (`numactl`): a memory policy, or only cores of other nodes.
-
-Containers may refuse `mbind` (Docker's default profile does). Then the node of the thread that
-touches a page first decides.
+has chosen only cores of other nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import os
-import platform
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +24,7 @@ from typing import Any
 
 import torch
 
-from megacompile import notices
-from megacompile.log import logger
-
-Syscall = Callable[..., int]
-
 _SYSFS = Path("/sys")
-_DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT and MPOL_PREFERRED, of linux/mempolicy.h
-_NUMBERS = {"x86_64": (239, 237), "aarch64": (236, 235)}  # of get_mempolicy and mbind
-_WORD = 64  # bits of an unsigned long
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +50,7 @@ def node_of(device: torch.device, root: Path = _SYSFS) -> Node | None:
     place: list[Any] = [getattr(properties, name, None) for name in names]
     if None in place:
         return None
-    node = node_at("{:04x}:{:02x}:{:02x}.0".format(*place), root)
-    return None if node is None or _has_policy() else node
+    return node_at("{:04x}:{:02x}:{:02x}.0".format(*place), root)
 
 
 def node_at(address: str, root: Path = _SYSFS) -> Node | None:
@@ -95,37 +80,11 @@ def _siblings(cores: Collection[int], root: Path) -> int:
         return 1
 
 
-def prefer(address: int, size_bytes: int, node: Node) -> bool:
-    """Request that untouched pages come from a node, regardless of the thread that touches them;
-    False if the system refuses. `address` is page-aligned, in a mapping."""
-    words = node.number // _WORD + 1
-    mask = (ctypes.c_ulong * words)()
-    mask[node.number // _WORD] = 1 << node.number % _WORD
-    bits = ctypes.c_ulong(words * _WORD + 1)  # the kernel subtracts one
-    error = _syscall()(
-        _MBIND,
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(size_bytes),
-        ctypes.c_int(_PREFERRED),
-        ctypes.byref(mask),
-        bits,
-        ctypes.c_uint(0),
-    )
-    if error and notices.is_new(f"mbind is refused with error {error}"):
-        why = os.strerror(error) if error > 0 else "not known here"
-        text = "mbind is refused (%s): memory is on the node of the thread that touches it first"
-        logger("memory").info(text, why)
-    return not error
-
-
 def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozenset[int]:
     """The cores for threads of updates, of which each of `processes` with GPUs on the node has
-    `threads`; none: the system decides.
-
-    Threads run near the GPU if the node has a core for each. Otherwise they need the cores and
-    memory bandwidth of other nodes too: memory that only the CPU uses, such as optimizer states, is
-    placed by its thread.
-    """
+    `threads`; none: the system decides. Threads run near the GPU if the node has a core for each.
+    Otherwise they need the cores and memory bandwidth of other nodes too: memory that only the CPU
+    uses, such as optimizer states, is placed by its thread."""
     fits = node is not None and threads * processes * node.siblings <= len(node.cores)
     return node.cores if node is not None and fits else frozenset()
 
@@ -157,34 +116,6 @@ def bound(node: Node | None) -> Iterator[None]:
         yield
     finally:
         bind(before)
-
-
-def _has_policy() -> bool:
-    """True if this process has a memory policy (`numactl --membind`, `--interleave`)."""
-    mode = ctypes.c_int(_DEFAULT)
-    nothing = ctypes.c_void_p(), ctypes.c_ulong(0), ctypes.c_void_p(), ctypes.c_ulong(0)
-    error = _syscall()(_GET_MEMPOLICY, ctypes.byref(mode), *nothing)
-    return not error and mode.value != _DEFAULT
-
-
-_GET_MEMPOLICY, _MBIND = range(2)
-
-
-@functools.cache
-def _syscall() -> Syscall:
-    """A function that calls `get_mempolicy` or `mbind` and returns the error, or 0. Uses raw system
-    calls, because libnuma is not installed everywhere."""
-    numbers = _NUMBERS.get(platform.machine())
-    try:
-        call = ctypes.CDLL(None, use_errno=True).syscall
-    except (AttributeError, OSError, TypeError):  # not on this system
-        numbers = None
-    if numbers is None or platform.system() != "Linux":
-        return lambda which, *args: -1
-    call.restype = ctypes.c_long
-    return lambda which, *args: (
-        ctypes.get_errno() if call(ctypes.c_long(numbers[which]), *args) else 0
-    )
 
 
 def _cores(text: str) -> frozenset[int]:

@@ -99,12 +99,10 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 
 def settle(model: nn.Module) -> None:
     """Normalize packed parameters between two calls, so that they share no state tensors.
-
     bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call.
     In the first call for inference on a CPU it replaces 4-bit weights by another format, which
     loses bits, and can convert them back. Its 4-bit weights share the code of their statistics:
-    each layer would need the first one's bucket.
-    """
+    each layer would need the first one's bucket."""
     for module in model.modules():
         for param in compat.parameters_of(module).values():
             initialize = getattr(module, "init_8bit_state", None)
@@ -169,11 +167,6 @@ def _moved(value: Any, device: torch.device) -> Any:
         return type(value)(_moved(item, device) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
         return type(value)(*(_moved(item, device) for item in value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if f.init]
-        changes = {name: _moved(getattr(value, name), device) for name in fields}
-        changed = any(new is not getattr(value, name) for name, new in changes.items())
-        return dataclasses.replace(value, **changes) if changed else value
     return value
 
 

@@ -88,7 +88,7 @@ def line(what: str, show: bool | None) -> Iterator[None]:
     mine = _Line(on_terminal if show is None else show)
     timer = threading.Timer(_LONG_S, _print_once, (mine,))
     timer.daemon = True
-    if not (on_terminal or show is not None or notices.was_said(_WAIT)):
+    if not on_terminal and show is None:
         timer.start()
     _lines.append(mine)
     try:

@@ -98,20 +98,20 @@ def _logged() -> Iterator[_Log]:
     """Reasons for new captures: Dynamo's (`TORCH_LOGS=recompiles`) and ours."""
     handler = _Log()
     before = {}
-    with compat.logging_captures() as recompiles:
-        for name, level in {recompiles: logging.DEBUG, "megacompile.capture": logging.INFO}.items():
-            logger = logging.getLogger(name)
-            before[logger] = logger.level, logger.propagate
+    names = {compat.log_recompiles(): logging.DEBUG, "megacompile.capture": logging.INFO}
+    for name, level in names.items():
+        logger = logging.getLogger(name)
+        before[logger] = logger.level, logger.propagate
+        logger.setLevel(level)
+        logger.propagate = False
+        logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        for logger, (level, propagate) in before.items():
+            logger.removeHandler(handler)
             logger.setLevel(level)
-            logger.propagate = False
-            logger.addHandler(handler)
-        try:
-            yield handler
-        finally:
-            for logger, (level, propagate) in before.items():
-                logger.removeHandler(handler)
-                logger.setLevel(level)
-                logger.propagate = propagate
+            logger.propagate = propagate
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -10,9 +10,9 @@ the caches in tens of milliseconds.
 
 The first workers start while a model is captured, because importing torch takes seconds. They end
 when the graphs of the first plan have code: compiling for a GPU takes device memory in each worker,
-and the first step needs it. Workers that start later, after a graph of many stages was captured
-(`expect`), load no kernels and take no device memory. In unusual cases (no caches, a graph or
-options that cannot be sent, a worker that ends or takes too long) this process compiles.
+and the first step needs it. Later workers load no kernels, take no device memory, and end when they
+have been idle. In unusual cases (no caches, a graph or options that cannot be sent, a worker that
+ends or takes too long) this process compiles.
 
 MEGACOMPILE_COMPILE_PROCESSES sets their number; by default some with a GPU and many cores.
 """
@@ -50,8 +50,7 @@ _SHARE = 8  # all processes take at most 1 / _SHARE of the free host memory
 _THREADS = 4  # for kernels, per process
 _PATIENCE_S = 300.0  # per graph
 _MANY = 8  # graphs; no process is started for fewer
-_IDLE_S = 20.0  # a process ends this long after the last graph
-_EXPECTED_S = 90.0  # a process waits this long for the first graph
+_IDLE_S = 20.0  # a process without device memory ends this long after the last graph
 _READY = "ready"  # the answer of a process that is ready for the next job
 
 Take = Callable[[fx.GraphModule], None]
@@ -94,9 +93,7 @@ class Jobs:
             error = future.exception(self.pool.patience_s)
         except TimeoutError:
             error = TimeoutError(f"it takes more than {self.pool.patience_s:g} s")
-        if error is None:
-            _compiled[0] += 1
-        else:
+        if error is not None:
             log.logger("compile").info("no process compiled a graph: %s", error)
 
     def done(self) -> bool:
@@ -113,8 +110,8 @@ class Jobs:
 
 class CompilePool:
     """A pool of `count` worker processes that compile for the GPU of an index (`device`; None: for
-    the CPU), with `threads` for kernels each. `loads`: they may take device memory. `patience_s`:
-    time limit of one graph."""
+    the CPU), with `threads` for kernels each. `loads`: they may take device memory, and stay until
+    `stop`; others end when idle for `idle_s`. `patience_s`: time limit of one graph."""
 
     def __init__(
         self,
@@ -124,25 +121,26 @@ class CompilePool:
         *,
         loads: bool,
         patience_s: float = _PATIENCE_S,
+        idle_s: float = _IDLE_S,
     ) -> None:
         request = pickle.dumps((device, threads))
+        self.loads = loads
+        self.patience_s = patience_s
+        self._idle_s = None if loads else idle_s
         self._jobs: queue.SimpleQueue[tuple[Future[None], CompileJob] | None] = queue.SimpleQueue()
         self._processes = [
             Process(__name__, request, sees_gpus=device is not None, answers=True)
             for _ in range(count)
         ]
-        self._works = False
-        self.loads = loads
-        self.patience_s = patience_s
-        self.kept = False  # True if they wait for jobs, or compile in the background
-        self._idle_s = _IDLE_S
         at_fork(self)
+        for process in self._processes:
+            serve = functools.partial(self._serve, process)
+            threading.Thread(target=serve, name="megacompile-compile", daemon=True).start()
 
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submit graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
-        jobs, self._idle_s = Jobs(self), _IDLE_S
-        self._work()
+        jobs = Jobs(self)
         for graph in graphs:
             job = _job(graph, settings, self.loads)
             if job is not None:
@@ -150,23 +148,12 @@ class CompilePool:
                 self._jobs.put((future, job))
         return jobs
 
-    def wait(self, idle_s: float) -> None:
-        """Start serving, and wait up to `idle_s` for the first job."""
-        self.kept, self._idle_s = True, idle_s
-        self._work()
-
-    def _work(self) -> None:
-        for process in () if self._works else self._processes:
-            serve = functools.partial(self._serve, process)
-            threading.Thread(target=serve, name="megacompile-compile", daemon=True).start()
-        self._works = True
-
     def _serve(self, process: Process) -> None:
         """Send jobs to one process, one by one."""
         works = process.hear() == _READY
         while works:
             try:
-                item = self._jobs.get(timeout=self._idle_s if self.kept else None)
+                item = self._jobs.get(timeout=self._idle_s)
             except queue.Empty:
                 break
             if item is None:
@@ -181,6 +168,7 @@ class CompilePool:
                     item = self._jobs.get_nowait()
                     if item is not None:
                         fulfil(item[0], _no_process)
+            self._jobs.put(None)  # the other threads end too
 
     @property
     def is_over(self) -> bool:
@@ -289,12 +277,6 @@ def _made(inputs: bytes) -> list[torch.Tensor]:
 # The pool of this process.
 
 _pool: CompilePool | None = None
-_compiled = [0]  # graphs that workers have compiled
-
-
-def compiled() -> int:
-    """Number of graphs that worker processes have compiled so far for this process."""
-    return _compiled[0]
 
 
 def start(device: torch.device, *, loads: bool = True) -> None:
@@ -312,16 +294,6 @@ def start(device: torch.device, *, loads: bool = True) -> None:
             _pool = CompilePool(count, index, _THREADS, loads=loads)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("worker processes could not be started: %s", error)
-
-
-def expect(stages: int, device: torch.device, *, idle_s: float = _EXPECTED_S) -> None:
-    """Start processes ahead of compiling many stages, because importing torch takes seconds. They
-    end if no graph arrives within `idle_s`."""
-    if stages < _MANY or not compat.compiles_without_device():
-        return
-    start(device, loads=False)
-    if _pool is not None and not _pool.loads:
-        _pool.wait(idle_s)
 
 
 def _count(device: torch.device) -> int:
@@ -352,9 +324,10 @@ def stop() -> None:
 def compiling(
     graphs: Callable[[], Iterable[GraphToCompile]], count: int, device: torch.device
 ) -> Iterator[Take]:
-    """A context in which worker processes compile `count` graphs for a device. They end afterwards,
-    unless kept. Starts processes for many graphs if there are none. Yields `Jobs.take`."""
-    if count >= _MANY:
+    """A context in which worker processes compile `count` graphs for a device. Those with device
+    memory end afterwards. Starts processes for many graphs if there are none. Yields
+    `Jobs.take`."""
+    if count >= _MANY and compat.compiles_without_device():
         start(device, loads=False)
     pool = _pool
     if pool is None or pool.is_over:
@@ -365,18 +338,18 @@ def compiling(
         jobs = pool.submit(graphs())
         yield jobs.take
     finally:
-        if not pool.kept:
+        if pool.loads:
             stop()
         elif jobs is not None:
             jobs.withdraw()
 
 
 def submit(graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device) -> Jobs | None:
-    """Compile graphs in worker processes in the background; None if none can be started."""
+    """Compile graphs in worker processes in the background, without device memory; None if none can
+    be started."""
     if not compat.compiles_without_device():
         return None
+    if _pool is not None and _pool.loads:
+        stop()
     start(device, loads=False)
-    if _pool is None:
-        return None
-    _pool.kept = True
-    return _pool.submit(graphs())
+    return None if _pool is None else _pool.submit(graphs())

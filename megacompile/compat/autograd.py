@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree
 
 from megacompile.compat.distributed import is_sharded
+from megacompile.compat.patches import replace
 
 _C: Any = torch._C  # its stubs leave these out
 
@@ -60,10 +61,8 @@ def accumulator_of(param: torch.Tensor) -> Node:
 
 
 def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The Python pre- and post-hooks of a node; the dicts are live.
-
-    Excludes C++ hooks (those of DistributedDataParallel).
-    """
+    """The Python pre- and post-hooks of a node; the dicts are live. Excludes C++ hooks (those of
+    DistributedDataParallel)."""
     hooks = []
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_no_hook)
@@ -77,11 +76,9 @@ def _no_hook(*gradients: Any) -> None:
 
 
 def accumulates_into(node: Node) -> bool | None:
-    """Inside a backward: true if it will run this AccumulateGrad node.
-
-    False if `autograd.grad()` or `backward(inputs=...)` was called without its parameter, None if
-    `autograd.grad()` was called for it.
-    """
+    """Inside a backward: true if it will run this AccumulateGrad node. False if `autograd.grad()`
+    or `backward(inputs=...)` was called without its parameter, None if `autograd.grad()` was called
+    for it."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it raises for a leaf requested by autograd.grad()
@@ -107,13 +104,9 @@ class BackwardCall:
 def note_backward_calls(
     leaf_of: Callable[[Any], Any], as_asked: Callable[[Any, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Records every call of a backward from now on, for `backward_calls`.
-
-    Args:
-        leaf_of: maps a tensor in `inputs=` to the one whose gradient autograd computes. Later calls
-            of this function do not replace it.
-        as_asked: (tensor in `inputs=`, that gradient) -> the gradient to return for it.
-    """
+    """Records every call of a backward from now on, for `backward_calls`. `leaf_of` maps a tensor
+    in `inputs=` to the one whose gradient autograd computes; `as_asked` maps (tensor in `inputs=`,
+    that gradient) to the gradient to return. Later calls of this function do not replace them."""
     stock = torch.autograd.graph._engine_run_backward
     if hasattr(stock, "noted"):
         return
@@ -203,24 +196,19 @@ def is_overwritten(error: RuntimeError) -> bool:
 
 def notice_scaled_losses() -> None:
     """Records every loss that a GradScaler scales from now on, for `loss_is_scaled`."""
-    stock = torch.amp.GradScaler.scale
-    if hasattr(stock, "noticed"):
-        return
 
     def note(gradient: torch.Tensor) -> None:
         del gradient
         _SCALED[:] = [backward_id()]
 
-    @functools.wraps(stock)
-    def scale(self: Any, outputs: Any) -> Any:
+    def scale(stock: Any, self: Any, outputs: Any) -> Any:
         scaled = stock(self, outputs)
         for value in _pytree.tree_leaves(scaled) if self.is_enabled() else ():
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(note)
         return scaled
 
-    scale.noticed = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+    replace(torch.amp.GradScaler, "scale", scale)
 
 
 def loss_is_scaled() -> bool:
@@ -238,12 +226,10 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if hooks can be registered on an optimizer: `Optimizer.__init__` has run.
-
-    Many wrappers (timm's Lookahead) do not call it. They make two dicts for the hooks of `step()`
-    themselves, because `zero_grad()` lets `step()` call hooks; these are often plain dicts, which
-    no handle can refer to.
-    """
+    """True if hooks can be registered on an optimizer: `Optimizer.__init__` has run. Many wrappers
+    (timm's Lookahead) do not call it. They make two dicts for the hooks of `step()` themselves,
+    because `zero_grad()` lets `step()` call hooks; these are often plain dicts, which no handle can
+    refer to."""
     return all(isinstance(vars(optimizer).get(name), OrderedDict) for name in _HOOKS)
 
 
@@ -258,9 +244,8 @@ _HOOKS = (
 
 def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
     """Makes `Optimizer.load_state_dict` keep the dtypes of states, for parameters that are `ours`.
-
-    torch casts states to the parameter's dtype: float32 moments of a bfloat16 parameter lose bits.
-    """
+    torch casts states to the parameter's dtype: float32 moments of a bfloat16 parameter lose
+    bits."""
     _STATES_KEPT.append(ours)
     stock = torch.optim.Optimizer._process_value_according_to_param_policy
     if hasattr(stock, "keeps_states"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from torch._functorch import config as functorch_config
 from torch._inductor import codecache
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from megacompile.compat.patches import replace
 
 # Environment variables with the caches' folders.
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -27,26 +29,16 @@ def code_cache() -> Path | None:
     return Path(cache_dir())
 
 
-@functools.cache
 def settle_cache_keys() -> None:
-    """Makes the keys of Inductor's caches independent of the order of imports.
+    """Makes the keys of Inductor's caches independent of the order of imports. The keys are hashes
+    of pickles. A `torch.memory_format` pickles as a name in the first module of `sys.modules` that
+    has an attribute `torch`."""
 
-    The keys are hashes of pickles. A `torch.memory_format` pickles as a name in the first module of
-    `sys.modules` that has an attribute `torch`.
-    """
-    pickler: Any = codecache.FxGraphCachePickler
-    stock = pickler.__init__
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        self.dispatch_table[torch.memory_format] = _named
+        self.dispatch_table[torch.memory_format] = lambda value: (str, (str(value),))
 
-    pickler.__init__ = init
-
-
-def _named(value: Any) -> tuple[Any, ...]:
-    return str, (str(value),)
+    replace(codecache.FxGraphCachePickler, "__init__", init)
 
 
 class CacheCounts(NamedTuple):
@@ -80,29 +72,6 @@ def counted() -> Iterator[None]:
         _uncounted[0] += 1
 
 
-def note_kernels(package: str, callback: Callable[[str, bool, float], None]) -> None:
-    """Calls `callback(name, is_cached, time_s)` for every Triton kernel of a package that this
-    process compiles or finds in Triton's cache.
-
-    Does nothing without Triton 3.4 or later.
-    """
-    try:
-        from triton import knobs
-    except ImportError:
-        return
-    compilation: Any = knobs.compilation
-    before = compilation.listener
-
-    def listen(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
-        if before is not None:
-            before(src=src, times=times, cache_hit=cache_hit, **rest)
-        kernel: Any = getattr(src, "fn", None)
-        if str(getattr(kernel, "__module__", "")).startswith(f"{package}."):
-            callback(kernel.__name__.strip("_"), cache_hit, times.total / 1e6)
-
-    compilation.listener = listen
-
-
 _MATMUL = (
     "fp32_precision",
     "allow_fp16_reduced_precision_reduction",
@@ -112,10 +81,7 @@ _MATMUL = (
 
 def compile_settings() -> bytes:
     """Settings of this process that are part of cache keys, for a process that finds or fills the
-    caches.
-
-    Includes the system: a process that sees no GPU would have other keys.
-    """
+    caches. Includes the system: a process that sees no GPU would have other keys."""
     settle_cache_keys()
     matmul = torch.backends.cuda.matmul
     return pickle.dumps(

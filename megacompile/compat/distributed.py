@@ -7,7 +7,6 @@ tensor.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree
+
+from megacompile.compat.patches import replace
 
 # --- DTensors
 
@@ -112,12 +113,6 @@ def sharded_parameter(
     return nn.Parameter(whole, requires_grad=requires_grad)
 
 
-def mesh_of(tensor: torch.Tensor) -> Any:
-    """The mesh of a DTensor."""
-    spec: Any = tensor._spec  # type: ignore[attr-defined]
-    return spec.mesh
-
-
 def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:
     """Shard a tensor that every rank has whole, without communication."""
     from torch.distributed.tensor import Replicate
@@ -172,10 +167,8 @@ STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)
 
 
 def store(prefix: str, *, timeout_s: float) -> Any:
-    """A client of the default process group's store, with its own key prefix.
-
-    Each thread needs one: a client serves one request at a time.
-    """
+    """A client of the default process group's store, with its own key prefix. Each thread needs
+    one: a client serves one request at a time."""
     c10d: Any = dist.distributed_c10d
     shared: Any = c10d._get_default_store()
     try:
@@ -198,14 +191,9 @@ def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:
 
 def serve_the_host(group: Any, device: torch.device) -> None:
     """Add gloo to a group, so that its collectives support host tensors too; all of its ranks call
-    this.
-
-    A group without a named backend supports both; a group of "nccl" does not. DTensors with parts
-    on the host need it: `full_tensor()` and norms use the mesh's groups.
-
-    Args:
-        device: of the group's tensors. gloo gets the timeout of its backend.
-    """
+    this. A group without a named backend supports both; a group of "nccl" does not. DTensors with
+    parts on the host need it: `full_tensor()` and norms use the mesh's groups. gloo gets the
+    timeout of the backend for `device`."""
     host = torch.device("cpu")
     if host in group._device_types:
         return
@@ -233,24 +221,14 @@ def ddp_parameters(ddp: torch.nn.parallel.DistributedDataParallel) -> list[torch
 def check_data_parallel(
     kind: type[torch.nn.Module], check: Callable[[Any, dict[str, Any]], bool]
 ) -> None:
-    """Call `check` with every new module of a kind and its arguments, before `__init__`.
+    """Call `check` with every new module of a kind (DistributedDataParallel, DataParallel) and its
+    arguments, before `__init__`; it returns true if it has initialised the module itself."""
 
-    Args:
-        kind: DistributedDataParallel, or DataParallel.
-        check: returns true if it has initialised the module itself.
-    """
-    stock: Any = kind.__init__
-    if hasattr(stock, "checked"):
-        return
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not check(self, signature.bind(self, *args, **kwargs).arguments):
+    def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        if not check(self, inspect.signature(stock).bind(self, *args, **kwargs).arguments):
             stock(self, *args, **kwargs)
 
-    init.checked = True  # type: ignore[attr-defined]
-    kind.__init__ = init  # type: ignore[method-assign]
+    replace(kind, "__init__", init)
 
 
 _COLLECTIVES = (
@@ -260,40 +238,29 @@ _COLLECTIVES = (
 
 
 def ask_before_collectives(ask: Callable[[Any], None]) -> None:
-    """Call `ask` with each tensor argument of a collective of `torch.distributed`.
-
-    On torch 2.11, some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to
-    the subclass). Code that imported one by name before megacompile was imported still calls
-    torch's.
-    """
+    """Call `ask` with each tensor argument of a collective of `torch.distributed`. On torch 2.11,
+    some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to the subclass).
+    Code that imported one by name before megacompile was imported still calls torch's."""
     if not torch.distributed.is_available():
         return
+
+    def collective(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in _pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                ask(value)
+        return stock(*args, **kwargs)
+
     for name in _COLLECTIVES:
-        stock = getattr(torch.distributed, name)
-
-        @functools.wraps(stock)
-        def collective(*args: Any, stock: Any = stock, **kwargs: Any) -> Any:
-            for value in _pytree.tree_leaves((args, kwargs)):
-                if isinstance(value, torch.Tensor):
-                    ask(value)
-            return stock(*args, **kwargs)
-
-        setattr(torch.distributed, name, collective)
-        setattr(torch.distributed.distributed_c10d, name, collective)
+        replace(torch.distributed, name, collective)
+        setattr(dist.distributed_c10d, name, getattr(dist, name))
 
 
 def send_no_parts(is_part: Callable[[Any], bool]) -> None:
     """Makes `_broadcast_coalesced` skip tensors of which each rank has its own part; torch rejects
     them. Lightning calls this function before it evaluates."""
-    distributed: Any = torch.distributed
-    stock = distributed._broadcast_coalesced
-    if hasattr(stock, "sends_no_parts"):
-        return
 
-    @functools.wraps(stock)
-    def broadcast(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def broadcast(stock: Any, group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         copies = [tensor for tensor in tensors if not is_part(tensor)]
-        return stock(process_group, copies, *args, **kwargs) if copies else None
+        return stock(group, copies, *args, **kwargs) if copies else None
 
-    broadcast.sends_no_parts = True  # type: ignore[attr-defined]
-    distributed._broadcast_coalesced = broadcast
+    replace(torch.distributed, "_broadcast_coalesced", broadcast)

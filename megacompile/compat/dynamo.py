@@ -9,8 +9,8 @@ import operator
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -61,10 +61,8 @@ uncompiled: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_torchdyn
 
 
 def compile_lock() -> AbstractContextManager[object]:
-    """Dynamo's compile lock: one thread compiles at a time.
-
-    FX's tracing flag is process-wide: two tracers that do not end in reverse order leave it set.
-    """
+    """Dynamo's compile lock: one thread compiles at a time. FX's tracing flag is process-wide: two
+    tracers that do not end in reverse order leave it set."""
     lock: AbstractContextManager[object] = convert_frame.compile_lock
     return lock
 
@@ -115,11 +113,9 @@ def without_collecting() -> AbstractContextManager[object]:
 
 
 def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
-    """Removes Dynamo's caches of a function that no longer exists.
-
-    Its guards have finalizers on objects that live on (a class, a module). These would keep the
-    guards of every past model alive, and Dynamo keeps a reference to each backend.
-    """
+    """Removes Dynamo's caches of a function that no longer exists. Its guards have finalizers on
+    objects that live on (a class, a module). These would keep the guards of every past model alive,
+    and Dynamo keeps a reference to each backend."""
     frame: Any = torch._C._dynamo.eval_frame
     gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]
@@ -136,11 +132,9 @@ def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
 
 
 def forget_missing() -> None:
-    """Removes Dynamo's guards on missing attributes.
-
-    On torch 2.11, a guard on `not hasattr(module, "x")` raises when Dynamo evaluates it for a guard
-    filter. The module then stays in a table that all captures share.
-    """
+    """Removes Dynamo's guards on missing attributes. On torch 2.11, a guard on `not hasattr(module,
+    "x")` raises when Dynamo evaluates it for a guard filter. The module then stays in a table that
+    all captures share."""
     table = torch._dynamo.guards._get_closure_vars()
     for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
         del table[name]
@@ -148,10 +142,7 @@ def forget_missing() -> None:
 
 def capture_dropout_as(instead: Callable[..., Any], wanted: Callable[[], bool]) -> None:
     """Makes Dynamo capture `instead(x, rate)` for `F.dropout` in training if the rate is a symbol.
-
-    Args:
-        wanted: called at each capture, in its thread.
-    """
+    `wanted` is called at each capture, in its thread."""
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = inspect.signature(torch.nn.functional.dropout)
@@ -169,12 +160,8 @@ def capture_dropout_as(instead: Callable[..., Any], wanted: Callable[[], bool]) 
 def capture_sized_as(
     stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
 ) -> None:
-    """Makes Dynamo capture `instead` for `stock` if an argument has a symbolic number or size.
-
-    Args:
-        instead: takes the same arguments; Dynamo captures `stock` for a call that it cannot take.
-        wanted: called at each capture, in its thread.
-    """
+    """Makes Dynamo capture `instead` for `stock` if an argument has a symbolic number or size, and
+    `instead` can take the call. `wanted` is called at each capture, in its thread."""
 
     def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not wanted() or not any(map(_has_symbols, (*args, *kwargs.values()))):
@@ -203,11 +190,8 @@ def _capture_as(
     instead: Callable[..., Any],
     choose: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> None:
-    """Makes Dynamo capture `instead` for `stock`.
-
-    Args:
-        choose: returns the arguments of `instead` as Dynamo's variables; None captures `stock`.
-    """
+    """Makes Dynamo capture `instead` for `stock`. `choose` returns the arguments of `instead` as
+    Dynamo's variables; None captures `stock`."""
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     if stock in handlers:
         return
@@ -233,20 +217,11 @@ def captured_so_far() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], counters["frames"]["total"]
 
 
-@contextmanager
-def logging_captures() -> Iterator[str]:
-    """A context in which Dynamo logs at DEBUG why it recompiles; yields the logger's name.
-
-    `torch._logging.set_logs()` would replace the handlers of all torch loggers.
-    """
-    artifacts: set[str] = torch._logging._internal.log_state.artifact_names
-    was_on = "recompiles" in artifacts
-    artifacts.add("recompiles")
-    try:
-        yield "torch._dynamo.guards.__recompiles"
-    finally:
-        if not was_on:
-            artifacts.discard("recompiles")
+def log_recompiles() -> str:
+    """Makes Dynamo log at DEBUG why it recompiles; returns the logger's name.
+    `torch._logging.set_logs()` would replace the handlers of all torch loggers."""
+    torch._logging._internal.log_state.artifact_names.add("recompiles")
+    return "torch._dynamo.guards.__recompiles"
 
 
 def tracer_around() -> str:
@@ -264,13 +239,9 @@ def opaque(
     reason: str = "it is part of megacompile, which runs in eager code",
     on_capture: Callable[[Any], None] | None = None,
 ) -> Callable[..., Any]:
-    """A function that runs in eager code, with all that it calls, when Dynamo captures a caller.
-
-    Args:
-        function: its call breaks the graph.
-        reason: shown in Dynamo's error if the graph must not break (`fullgraph=True`).
-        on_capture: called with the first argument if the caller runs under Dynamo.
-    """
+    """A function that breaks the graph and runs in eager code, with all that it calls, when Dynamo
+    captures a caller. `reason` is shown in Dynamo's error if the graph must not break
+    (`fullgraph=True`); `on_capture` is called with the first argument under Dynamo."""
     working: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
     alone = torch.compiler.disable(function, reason=reason)
 
@@ -290,11 +261,8 @@ def opaque(
 
 
 def within_callers(function: _F) -> _F:
-    """A function that Dynamo captures only as part of its callers.
-
-    If a callee breaks the graph, tracing this frame up to there is wasted work: Dynamo captures the
-    callee by itself.
-    """
+    """A function that Dynamo captures only as part of its callers. If a callee breaks the graph,
+    tracing this frame up to there is wasted work: Dynamo captures the callee by itself."""
     skip_code(function.__code__)
     return function
 
@@ -305,10 +273,8 @@ def compiled_function(
     kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> Callable[..., Any]:
-    """`torch.compile(function)` for arguments like these, of any size, as a plain function.
-
-    It runs Dynamo's code without guards, and `torch.compiler.reset()` does not remove it.
-    """
+    """`torch.compile(function)` for arguments like these, of any size, as a plain function. It runs
+    Dynamo's code without guards, and `torch.compiler.reset()` does not remove it."""
     fresh = _function_of(function.__code__.replace(), function, function.__globals__)
     with counted():
         torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)

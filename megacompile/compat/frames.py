@@ -1,10 +1,9 @@
 """Frames that Dynamo captures: their owner, and the progress of a call. Reasons for not capturing
-one: a graph break, a failed trace, a limit, a switch.
+one: a graph break, a failed trace, a switch.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megacompile.compat.dynamo import CAPTURE_ERRORS, uncompiled
+from megacompile.compat.patches import replace
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 
@@ -45,9 +45,7 @@ def is_called_by_user() -> bool:
 
 def is_called_first(code: types.CodeType) -> bool:
     """True if a call of this code got here before a line of the user ran, except captured ones.
-
-    False in a frame that Dynamo resumed: another graph ran before it.
-    """
+    False in a frame that Dynamo resumed: another graph ran before it."""
     return _has_begun(code, sys._getframe(1)) is False
 
 
@@ -67,10 +65,8 @@ def _has_begun(
 
 
 def is_raised_first(error: BaseException) -> bool:
-    """True if Dynamo raised an error, caught here, before a line of the user ran.
-
-    False in a frame that Dynamo resumed: another graph ran before it.
-    """
+    """True if Dynamo raised an error, caught here, before a line of the user ran. False in a frame
+    that Dynamo resumed: another graph ran before it."""
     at, captures = error.__traceback__, False
     while at is not None:
         if _has_run(at.tb_frame):
@@ -119,7 +115,7 @@ _quiet: set[types.CodeType] = set()
 # --- what is not captured
 
 
-_KEPT = 1000  # records of each kind in the process; drops the oldest
+_KEPT = 1000  # graph breaks of the process; drops the oldest
 _TRIES = 3  # failed traces of one code object: the input may have been the reason
 
 
@@ -139,27 +135,11 @@ class Untraced(NamedTuple):
     why: str
 
 
-class LimitHit(NamedTuple):
-    """Code that Dynamo captured so often that it gave up."""
-
-    function: str  # 'forward' (file.py:12): its name, its file, its first line
-    option: str  # of torch._dynamo.config
-    limit: int
-    why: str  # of the last recapture
-
-
 def note_uncaptured() -> None:
-    """Records every graph break and limit from now on, for `graph_breaks` and `limit_hits`.
+    """Records every graph break from now on, for `graph_breaks`: Dynamo's own list lacks those that
+    make it skip a whole function (in a loop, in `try`)."""
 
-    Dynamo's own list lacks graph breaks that make it skip a whole function (in a loop, in `try`).
-    Dynamo only logs limits.
-    """
-    stock: Any = InstructionTranslatorBase.log_graph_break
-    if hasattr(stock, "noted"):
-        return
-
-    @functools.wraps(stock)
-    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+    def log_graph_break(stock: Any, self: Any, code_options: Any, reason: str, exc: Any) -> None:
         stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
         if stack:
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
@@ -173,38 +153,29 @@ def note_uncaptured() -> None:
             _COUNT[0] += 1
         stock(self, code_options, reason, exc)
 
-    log_graph_break.noted = True  # type: ignore[attr-defined]
-    InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
+    replace(InstructionTranslatorBase, "log_graph_break", log_graph_break)
 
 
 def skip_untraced(within: types.CodeType) -> None:
-    """Runs untraceable code in eager mode, if lines of the user have already run.
+    """Runs untraceable code in eager mode, if lines of the user have already run. A call in which
+    no line has run can start over without Dynamo; other calls cannot. Dynamo skips their frame as
+    after a graph break, and `untraced` returns the reason. Applies only in calls of the code
+    `within`."""
 
-    A call in which no line has run can start over without Dynamo; other calls cannot. Dynamo skips
-    their frame as after a graph break, and `untraced` returns the reason.
+    def convert(stock: Any, self: Any, frame: Any, *args: Any, skip: int = 0) -> Any:
+        try:
+            found = stock(self, frame, *args, skip=skip + 2)
+        except CAPTURE_ERRORS as error:
+            if not any(has_begun(code, frame.f_code) for code in _within):
+                raise
+            tries, _ = _untraced.get(frame.f_code, (0, None))
+            _untraced[frame.f_code] = (tries + 1, untraced_by(error))
+            _COUNT[0] += 1
+            return ConvertFrameReturn(apply_to_code=tries + 1 == _TRIES)
+        _untraced.pop(frame.f_code, None)
+        return found
 
-    Args:
-        within: applies only in calls of this code.
-    """
-    if not _within:
-        stock: Any = convert_frame.ConvertFrame.__call__
-
-        @functools.wraps(stock)
-        def __call__(self: Any, frame: Any, *args: Any, skip: int = 0) -> Any:
-            try:
-                found = stock(self, frame, *args, skip=skip + 1)
-            except CAPTURE_ERRORS as error:
-                if not any(has_begun(code, frame.f_code) for code in _within):
-                    raise
-                tries, _ = _untraced.get(frame.f_code, (0, None))
-                _untraced[frame.f_code] = (tries + 1, untraced_by(error))
-                _COUNT[0] += 1
-                return ConvertFrameReturn(apply_to_code=tries + 1 == _TRIES)
-            _untraced.pop(frame.f_code, None)
-            return found
-
-        setattr(convert_frame.ConvertFrame, "__call__", __call__)  # noqa: B010
+    replace(convert_frame.ConvertFrame, "__call__", convert)
     _within.add(within)
 
 
@@ -224,26 +195,13 @@ def untraced(code: types.CodeType) -> Untraced | None:
     return found[1]
 
 
-def _note_limit(record: logging.LogRecord) -> bool:
-    if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
-        option, limit, function, why = record.args[:4]
-        _LIMITS.append(LimitHit(str(function), str(option), int(str(limit)), str(why)))
-        _COUNT[0] += 1
-    return True
-
-
 def graph_breaks() -> Iterable[GraphBreak]:
     """Graph breaks since `note_uncaptured`, newest first."""
     return tuple(reversed(_BREAKS))
 
 
-def limit_hits() -> Iterable[LimitHit]:
-    """Limits hit since `note_uncaptured`, newest first."""
-    return tuple(reversed(_LIMITS))
-
-
 def uncaptured() -> int:
-    """Number of graph breaks, limits and failed traces since `note_uncaptured`."""
+    """Number of graph breaks and failed traces since `note_uncaptured`."""
     return _COUNT[0]
 
 
@@ -283,4 +241,3 @@ _COUNT = [0]
 _within: set[types.CodeType] = set()
 _untraced = WeakIdKeyDictionary()  # code -> (failures in a row, the last one)
 _BREAKS: deque[GraphBreak] = deque(maxlen=_KEPT)
-_LIMITS: deque[LimitHit] = deque(maxlen=_KEPT)

@@ -32,11 +32,9 @@ graph_module: Callable[[nn.Module, fx.Graph], fx.GraphModule] = _LazyGraphModule
 
 
 def write_powers() -> None:
-    """Makes FX write the base of a power in parentheses, permanently.
-
-    FX writes `-1 ** x` for a base of -1, which Python parses as `-(1 ** x)`: generated code
-    computes wrong numbers, with `torch.compile(backend="eager")` too.
-    """
+    """Makes FX write the base of a power in parentheses, permanently. FX writes `-1 ** x` for a
+    base of -1, which Python parses as `-(1 ** x)`: generated code computes wrong numbers, with
+    `torch.compile(backend="eager")` too."""
     fx.graph.magic_methods["pow"] = "({}) ** {}"
 
 
@@ -49,10 +47,8 @@ def new_node(
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
     """`graph.create_node(op, target, args, kwargs, name)` for a graph without hooks on new nodes,
-    and arguments without symbols.
-
-    A name with a digit is no keyword or builtin: the node gets exactly this name if it is unused.
-    """
+    and arguments without symbols. A name with a digit is no keyword or builtin: the node gets
+    exactly this name if it is unused."""
     names = graph._graph_namespace
     plain = name.isascii() and name.isidentifier() and not name.replace("_", "").isalpha()
     if not plain or name in names._used_names:
@@ -119,11 +115,9 @@ _VMAP = (VMAP_LOAD, VMAP_BEGIN, VMAP_END, predispatch._add_batch_dim, predispatc
 
 
 def transforms(module: fx.GraphModule) -> str | None:
-    """The first node of `torch.func.grad` or a similar transform in a captured graph.
-
-    Transforms count their nesting in global state, which a failed trace would leave changed. For
-    `vmap` in the graph and in its checkpoints, `keeping_nesting` restores the count.
-    """
+    """The first node of `torch.func.grad` or a similar transform in a captured graph. Transforms
+    count their nesting in global state, which a failed trace would leave changed. For `vmap` in the
+    graph and in its checkpoints, `keeping_nesting` restores the count."""
     plain = set(_with_checkpoints(module))
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
@@ -135,10 +129,8 @@ def transforms(module: fx.GraphModule) -> str | None:
 
 
 def put_inputs_first(module: fx.GraphModule) -> None:
-    """Move the placeholders of a captured graph to its front, in order.
-
-    torch 2.11 puts the placeholder of a size that an `autograd.Function` needs last.
-    """
+    """Move the placeholders of a captured graph to its front, in order. torch 2.11 puts the
+    placeholder of a size that an `autograd.Function` needs last."""
     nodes = list(module.graph.nodes)
     first = next((k for k, node in enumerate(nodes) if node.op != "placeholder"), len(nodes))
     for node in nodes[first:]:

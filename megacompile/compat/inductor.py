@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from megacompile.compat.caches import code_cache, counted
 from megacompile.compat.graphs import copy_graph
 from megacompile.compat.operators import define_taking, taken_tensors
+from megacompile.compat.patches import replace
 from megacompile.compat.tensors import without_autocast
 
 Tensors = Sequence[torch.Tensor]
@@ -79,11 +80,9 @@ def split_joint(
     static_primals: Sequence[int],
     memory_budget: float = 1.0,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
-
-    With a budget below 1 it runs nodes on fake values to count their cost. The graphs generate
-    their Python code on the first call; most are never called.
-    """
+    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward). With a
+    budget below 1 it runs nodes on fake values to count their cost. The graphs generate their
+    Python code on the first call; most are never called."""
     budget = functorch_config.patch(activation_memory_budget=memory_budget)
     with budget, _use_lazy_graph_module(True):
         return min_cut_rematerialization_partition(
@@ -122,11 +121,9 @@ def mark_must_save(node: fx.Node) -> None:
 
 
 def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., Any]:
-    """Compile an ATen graph with Inductor; `inputs` are fake tensors and symbols.
-
-    Does not trace a functional graph again: AOTAutograd would take a sixth of the time, and wrap
-    the compiled code.
-    """
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors and symbols. Does not trace a
+    functional graph again: AOTAutograd would take a sixth of the time, and wrap the compiled
+    code."""
     _keep_strides_of_biases()
     module = _with_draws_apart(module, inputs)
     mode = _mode_of(inputs)
@@ -159,11 +156,9 @@ def _mode_of(inputs: Sequence[Any]) -> FakeTensorMode | None:
 
 @functools.cache
 def _keep_strides_of_biases() -> None:
-    """Makes Inductor keep the traced strides of the bias of attention's backward.
-
-    The kernel of memory-efficient attention needs rows aligned to 4 elements. With symbolic sizes,
-    Inductor copies a padded bias to an unpadded one.
-    """
+    """Makes Inductor keep the traced strides of the bias of attention's backward. The kernel of
+    memory-efficient attention needs rows aligned to 4 elements. With symbolic sizes, Inductor
+    copies a padded bias to an unpadded one."""
     for operator in _BIASED_BACKWARDS:
         position = [argument.name for argument in operator._schema.arguments].index("attn_bias")
         stock = inductor_lowering.maybe_layout_constraints(operator)
@@ -186,11 +181,9 @@ def _with_bias_as_traced(
 
 @contextmanager
 def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
-    """A context in which code compiled with symbols is right for all sizes.
-
-    Otherwise Inductor recompiles if a size is a multiple of 8 (an attention mask), and on either
-    side of each size above which some kernels are slightly faster fused.
-    """
+    """A context in which code compiled with symbols is right for all sizes. Otherwise Inductor
+    recompiles if a size is a multiple of 8 (an attention mask), and on either side of each size
+    above which some kernels are slightly faster fused."""
     sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
     if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes):
         yield
@@ -204,27 +197,23 @@ def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
         _ALL_SIZES.reset(token)
 
 
-@functools.cache
 def _assume_no_multiples() -> None:
     """Makes Inductor assume no divisibility of sizes in code for all sizes."""
-    stock: Any = SizeVarAllocator.guard_or_false
 
-    def guard_or_false(self: SizeVarAllocator, relation: Any) -> bool:
+    def guard_or_false(stock: Any, self: SizeVarAllocator, relation: Any) -> bool:
         atoms: Callable[[type], Any] = getattr(relation, "atoms", lambda kind: ())
         if _ALL_SIZES.get() and atoms(Mod):
             return bool(self.statically_known_true(relation))
         return bool(stock(self, relation))
 
-    SizeVarAllocator.guard_or_false = guard_or_false  # type: ignore[method-assign]
+    replace(SizeVarAllocator, "guard_or_false", guard_or_false)
 
 
 def _with_draws_apart(module: fx.GraphModule, inputs: Tensors) -> fx.GraphModule:
     """A copy whose draws are operators that Inductor calls without lowering them, if it would lower
-    a `bernoulli` to one that writes into a buffer.
-
-    In torch 2.11, readers of that buffer can be fused with code before the write. On CUDA, where
-    Inductor draws its own random numbers, there is no such buffer.
-    """
+    a `bernoulli` to one that writes into a buffer. In torch 2.11, readers of that buffer can be
+    fused with code before the write. On CUDA, where Inductor draws its own random numbers, there is
+    no such buffer."""
     decomposed = any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))
     draws = module.graph.find_nodes(op="call_function", target=_BERNOULLI)
     if not draws or (decomposed and not inductor_config.fallback_random):
@@ -252,13 +241,11 @@ def _is_functional(target: Any) -> bool:
     return not isinstance(target, torch._ops.HigherOrderOperator)  # else arithmetic on numbers
 
 
-@functools.cache
 def _hand_graphs_on() -> None:
     """Makes `aot_autograd` pass the graphs of `compile_inductor` on, in its thread only, with fake
     values in the inputs' mode."""
-    stock = _AOT.aot_autograd
 
-    def aot_autograd(*, inference_compiler: Callable[..., Any], **named: Any) -> Any:
+    def aot_autograd(stock: Any, *, inference_compiler: Callable[..., Any], **named: Any) -> Any:
         handed_on = _HANDED_ON.get()
         if handed_on is None:
             return stock(inference_compiler=inference_compiler, **named)
@@ -272,7 +259,7 @@ def _hand_graphs_on() -> None:
 
         return compile_it
 
-    _AOT.aot_autograd = aot_autograd
+    replace(_AOT, "aot_autograd", aot_autograd)
 
 
 def packed_graph(module: fx.GraphModule) -> bytes:
@@ -316,11 +303,9 @@ def compiles_in_processes() -> bool:
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles kernels, unless the user disabled them.
-
-    They take seconds to import torch. Until one is ready, Inductor compiles kernels one by one in
-    this process.
-    """
+    """Start the processes in which Inductor compiles kernels, unless the user disabled them. They
+    take seconds to import torch. Until one is ready, Inductor compiles kernels one by one in this
+    process."""
     async_compile.maybe_warm_pool()
 
 
@@ -355,10 +340,8 @@ def has_cpp_compiler() -> bool:
 
 
 def vector_isas() -> list[str]:
-    """The vector instruction sets that Inductor's CPU code may use here.
-
-    The first call tests each: torch builds a library and loads it in a process that imports torch.
-    """
+    """The vector instruction sets that Inductor's CPU code may use here. The first call tests each:
+    torch builds a library and loads it in a process that imports torch."""
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 

@@ -148,11 +148,8 @@ def _gradient_of_shrink(grad: Any, x: Any, *_: Any) -> Any:
 
 
 def _define_fakes(wanted: Callable[[Any], bool]) -> None:
-    """Register fake kernels for operators that torch has none of for symbolic sizes.
-
-    Args:
-        wanted: true if the kernels apply in this FakeTensorMode.
-    """
+    """Register fake kernels for operators that torch has none of for symbolic sizes; `wanted`: true
+    if they apply in a FakeTensorMode."""
     names = [name for name in _upsampling() if name.endswith("_backward")]
     kernels: dict[Any, Callable[..., Any]] = {
         getattr(_aten, name).default: _gradient_of_upsample for name in names
@@ -272,10 +269,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
 @functools.cache
 def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
     """True if addmm adds a half-precision product to a float32 matrix in place, or writes it there,
-    correctly.
-
-    Documented for CUDA since torch 2.8; tested once, because not every backend supports it.
-    """
+    correctly. Documented for CUDA since torch 2.8; tested once, because not every backend supports
+    it."""
     addmm: Any = torch.addmm
     total = torch.full((16, 16), 1.0, device=device)
     factor = torch.full((16, 16), 1 / 1024, dtype=dtype, device=device)

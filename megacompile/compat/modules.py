@@ -41,13 +41,11 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
 
 
 def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:
-    """A function that calls a model with its hooks, for Dynamo to capture.
-
-    Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it. It counts
-    recompilations by code object, and records changed sizes by a function's file, line and name.
-    One model's sizes must not make another's symbolic: live functions have distinct names
-    ("name_2"), and a reused name starts without records.
-    """
+    """A function that calls a model with its hooks, for Dynamo to capture. Dynamo skips frames of
+    torch.nn itself, so `nn.Sequential` needs a frame around it. It counts recompilations by code
+    object, and records changed sizes by a function's file, line and name. One model's sizes must
+    not make another's symbolic: live functions have distinct names ("name_2"), and a reused name
+    starts without records."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -73,9 +71,7 @@ def _forget_sizes(code: types.CodeType) -> None:
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Every module of a model once, in the order of `model.modules()`, in a fraction of its time.
-
-    Every call of a model needs them: this is host time in every step.
-    """
+    Every call of a model needs them: this is host time in every step."""
     modules: dict[int, torch.nn.Module] = {}
     stack: list[Any] = [model]
     while stack:
@@ -113,12 +109,10 @@ buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operat
 
 
 def convert_in_place(kind: type[torch.Tensor]) -> None:
-    """Makes `module.to(...)` and similar methods set the `data` of parameters of this class.
-
-    For a wrapper subclass, torch swaps the parameter for a detached copy, even if nothing changes:
+    """Makes `module.to(...)` and similar methods set the `data` of parameters of this class. For a
+    wrapper subclass, torch swaps the parameter for a detached copy, even if nothing changes:
     autograd would miss its later uses. Dynamo captures torch's own method. A DTensor does not
-    support setting `data`: torch swaps one that changes.
-    """
+    support setting `data`: torch swaps one that changes."""
     if kind in _CONVERTED_IN_PLACE:
         return
     _CONVERTED_IN_PLACE.append(kind)
@@ -164,11 +158,9 @@ _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 
 
 def leave_out_of_copies(*kinds: type) -> None:
-    """Leaves attributes of these classes out of copies and pickles of modules.
-
-    torch itself leaves out `_compiled_call_impl`, but not for a class with its own `__getstate__`
-    (`nn.LSTM`), and it keeps methods in a module's `__dict__`.
-    """
+    """Leaves attributes of these classes out of copies and pickles of modules. torch itself leaves
+    out `_compiled_call_impl`, but not for a class with its own `__getstate__` (`nn.LSTM`), and it
+    keeps methods in a module's `__dict__`."""
     new = [kind for kind in kinds if kind not in _LEFT_OUT]
     if not _LEFT_OUT:
         torch.nn.Module.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]

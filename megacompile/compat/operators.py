@@ -94,11 +94,8 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 
 
 def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:
-    """`tree_map` over an operator's arguments or results.
-
-    ATen operators use only lists, tuples and dicts with names as keys: these take a tenth of the
-    time.
-    """
+    """`tree_map` over an operator's arguments or results. ATen operators use only lists, tuples and
+    dicts with names as keys: these take a tenth of the time."""
     if isinstance(func, torch._ops.OpOverload):
         return _mapped(function, values)
     return tree_map(function, values)
@@ -158,10 +155,7 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
 @functools.cache
 def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
     """An operator equal to an ATen operator, but with one-element tensors for the numbers `names`;
-    None if there can be none.
-
-    It takes the operator's arguments, all by position.
-    """
+    None if there can be none. It takes the operator's arguments, all by position."""
     schema = getattr(target, "_schema", None)
     if schema is None or any(item.alias_info for item in (*schema.arguments, *schema.returns)):
         return None

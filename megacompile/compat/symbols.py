@@ -39,10 +39,8 @@ check: Callable[[bool], None] = torch._check
 
 
 class _Python(PythonReferenceAnalysis):
-    """Python's functions of symbols, for numbers, symbolic numbers, and proxies of both.
-
-    torch's class returns sympy's functions for some, or functions that read a proxy's value.
-    """
+    """Python's functions of symbols, for numbers, symbolic numbers, and proxies of both. torch's
+    class returns sympy's functions for some, or functions that read a proxy's value."""
 
     @staticmethod
     def trunc_to_int(x: Any, dtype: Any) -> Any:
@@ -86,11 +84,8 @@ class _Fakes(FakeTensorMode):
 
 
 class SymbolicFakes:
-    """A mode in which tensors have no data, and sizes are expressions of symbols.
-
-    Args:
-        hints: the symbols, with the values to use where code needs one.
-    """
+    """A mode in which tensors have no data, and sizes are expressions of symbols. `hints`: these,
+    with the values to use where code needs one."""
 
     def __init__(self, hints: _Values) -> None:
         self.hints = dict(hints)
@@ -235,10 +230,8 @@ class SymbolicFakes:
 
 
 class _FakeKernels(TorchDispatchMode):
-    """Makes torch's Python dispatcher find fake kernels, which some operators have only there.
-
-    The dispatcher is off above this mode: it would decompose operators differently than C++.
-    """
+    """Makes torch's Python dispatcher find fake kernels, which some operators have only there. The
+    dispatcher is off above this mode: it would decompose operators differently than C++."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from megacompile.compat.patches import replace
 from megacompile.host_memory import available_bytes
 
 _C: Any = torch._C  # its stubs leave these out
@@ -104,17 +105,13 @@ def is_alone(tensor: torch.Tensor) -> bool:
     return users == 2 and storage.nbytes() == tensor.nbytes  # one of them is `storage` itself
 
 
+# Number of in-place changes of a tensor's memory, through any of its views.
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`version` of each tensor."""
-    return list(map(_VERSION, tensors))
-
-
-_VERSION = operator.attrgetter("_version")
-
-
-def version(tensor: torch.Tensor) -> int:
-    """Number of in-place changes of a tensor's memory, through any of its views."""
-    return tensor._version
+    return list(map(version, tensors))
 
 
 # The base of a view, for autograd; None for a tensor that is no view.
@@ -176,25 +173,21 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:
-    """Makes DLPack's C functions export `ask(tensor)`, or the tensor itself if that is None.
+    """Makes DLPack's C functions export `ask(tensor)`, or the tensor itself if that is None. They
+    treat a tensor subclass as a plain tensor. Code that imported one of them by name before
+    megacompile was imported still calls torch's."""
 
-    They treat a tensor subclass as a plain tensor. Code that imported one of them by name before
-    megacompile was imported still calls torch's.
-    """
+    def export(stock: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        found = ask(tensor)
+        return stock(tensor if found is None else found, *args, **kwargs)
+
     for module, name in (
         (torch._C, "_to_dlpack"),
         (torch._C, "_to_dlpack_versioned"),
         (torch.utils.dlpack, "to_dlpack"),
         (torch, "to_dlpack"),
     ):
-        stock = getattr(module, name)
-
-        @functools.wraps(stock)
-        def export(tensor: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
-            found = ask(tensor)
-            return stock(tensor if found is None else found, *args, **kwargs)
-
-        setattr(module, name, export)
+        replace(module, name, export)
 
 
 def _metadata() -> frozenset[Any]:
@@ -258,10 +251,8 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads th
 
 def end_allocation(device: torch.device, pool: Any) -> None:
     """Stop allocating from the pool of a CUDA graph whose capture failed, and release the pool.
-
     Ending a capture that CUDA has invalidated raises before it does this. No error if allocation
-    has stopped already: the graph releases the pool then.
-    """
+    has stopped already: the graph releases the pool then."""
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
@@ -269,11 +260,8 @@ def end_allocation(device: torch.device, pool: Any) -> None:
 
 def end_random_capture() -> None:
     """End the capture state of the current device's generator after a capture that failed. The
-    current stream must allow captures.
-
-    torch 2.11 leaves the generator in that state, in which drawing random numbers raises. A capture
-    that ends resets it.
-    """
+    current stream must allow captures. torch 2.11 leaves the generator in that state, in which
+    drawing random numbers raises. A capture that ends resets it."""
     graph = torch.cuda.CUDAGraph()
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an empty graph
@@ -283,12 +271,10 @@ def end_random_capture() -> None:
 
 def use_expandable_segments() -> bool:
     """Enable expandable segments of the CUDA allocator in this process; true if they were enabled.
-
     Sets the environment variables too: code that does not support expandable segments (vLLM's
     memory pools) checks these. Changes nothing if the user configured the allocator, or if memory
     was allocated: such code may have checked before. torch 2.11 cannot tell whether the program
-    configured it (2.12 can).
-    """
+    configured it (2.12 can)."""
     configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
     if any(os.environ.get(name) for name in _ALLOCATOR) or configured() or _has_allocated():
         return False
@@ -315,11 +301,9 @@ def release_device_cache(device: torch.device) -> None:
 
 
 def release_pinned_cache(device: torch.device) -> None:
-    """Return page-locked host memory in torch's cache to the system.
-
-    When Inductor tunes a kernel that writes to a tensor in place and device memory is short, it
-    copies the tensor to such memory, in blocks of powers of two.
-    """
+    """Return page-locked host memory in torch's cache to the system. When Inductor tunes a kernel
+    that writes to a tensor in place and device memory is short, it copies the tensor to such
+    memory, in blocks of powers of two."""
     if device.type == "cuda":
         _C._host_emptyCache()
 

@@ -48,10 +48,8 @@ def fake_mode() -> FakeTensorMode:
 
 def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
     """The dispatch of a functional mode, with the in-place update of statistics by cuDNN's batch
-    norm.
-
-    The operator's schema does not declare that update: torch would drop the new statistics.
-    """
+    norm. The operator's schema does not declare that update: torch would drop the new
+    statistics."""
     stock = mode.__torch_dispatch__
 
     def dispatch(
@@ -112,11 +110,9 @@ _OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
 
 @contextmanager
 def in_backward() -> Iterator[None]:
-    """A context in which `trace` marks nodes as the backward's, where random numbers stay too.
-
-    The partitioner assigns nodes that depend on no tangent to the forward. Their random numbers
-    would be drawn before those of later stages, and only once for a retained graph.
-    """
+    """A context in which `trace` marks nodes as the backward's, where random numbers stay too. The
+    partitioner assigns nodes that depend on no tangent to the forward. Their random numbers would
+    be drawn before those of later stages, and only once for a retained graph."""
     mode = get_proxy_mode()
     graph = None if mode is None else mode.tracer.graph
     before = set() if graph is None else set(graph.nodes)
@@ -144,11 +140,9 @@ def trace(
     tangents: Tensors,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
-    """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1..
-
-    The nodes' values are fake tensors of one mode. For real tensors, torch would create a mode
-    each, and each mode keeps the stack of its creation.
-    """
+    """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.. The
+    nodes' values are fake tensors of one mode. For real tensors, torch would create a mode each,
+    and each mode keeps the stack of its creation."""
 
     def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
         return function(primals, tangents)
@@ -198,10 +192,8 @@ def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
 
 
 def symbolic_decompositions() -> dict[Any, Callable[..., Any]]:
-    """`eager_decompositions`, and those that drop slices which exist only with symbolic sizes.
-
-    With numbers as sizes, indexing records no operator for a slice of a whole dimension.
-    """
+    """`eager_decompositions`, and those that drop slices which exist only with symbolic sizes. With
+    numbers as sizes, indexing records no operator for a slice of a whole dimension."""
     aten = torch.ops.aten
     return {
         **eager_decompositions(),
@@ -233,10 +225,8 @@ def is_described() -> bool:
 
 @contextmanager
 def without_sources() -> Iterator[None]:
-    """A context that drops torch.fx's sources of the graph modules made in it.
-
-    torch.fx keeps each for the whole process, for tracebacks; most of the modules are short-lived.
-    """
+    """A context that drops torch.fx's sources of the graph modules made in it. torch.fx keeps each
+    for the whole process, for tracebacks; most of the modules are short-lived."""
     sources = fx.graph_module._loader.eval_cache
     before = set(sources)
     try:
@@ -255,11 +245,9 @@ _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 @contextmanager
 def real_strides() -> Iterator[None]:
-    """A context that also runs each operator on zeros, at the hints' sizes, for its real strides.
-
-    A few kernels return other strides than their fake kernels. An operator that cannot run on zeros
-    keeps the fake strides. Enter it inside `SymbolicFakes`.
-    """
+    """A context that also runs each operator on zeros, at the hints' sizes, for its real strides. A
+    few kernels return other strides than their fake kernels. An operator that cannot run on zeros
+    keeps the fake strides. Enter it inside `SymbolicFakes`."""
     fakes = symbols_now()
     assert fakes is not None
     fakes.mode.settle = _settled

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megacompile import log, notices
-from megacompile.beside import compile_pool
 from megacompile.cost.places import stored_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Unit
@@ -99,8 +98,6 @@ class Pipeline:
         found = next((stages for before, stages in self._partitioned if before == key), None)
         if found is None:
             found = self._stages_of(capture, whole)
-            if self.setting.options.lowering is Lowering.INDUCTOR:
-                compile_pool.expect(len(found.stages), self.setting.options.device)
             self._partitioned = [*self._partitioned[-(_REMEMBERED - 1) :], (key, found)]
         return replace(found)
 

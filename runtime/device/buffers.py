@@ -70,10 +70,9 @@ class HostBuffer(mmap.mmap):
         made.private, made._node, made._process = not pin, node, os.getpid()
         if pin:
             made._share()
-            made._prefer()
         if hasattr(mmap, "MADV_HUGEPAGE"):  # 10 % more bandwidth for the CPU
             made.madvise(mmap.MADV_HUGEPAGE)  # few systems have them for shared memory
-        if pin and touch:
+        if pin and (touch or node is not None):  # threads that fill it may run elsewhere
             made.settle()
         return made
 
@@ -98,12 +97,6 @@ class HostBuffer(mmap.mmap):
         found = call(*place, access, kind | _MAP_FIXED, file, ctypes.c_int64(at))
         return 0 if found == start else ctypes.get_errno() or errno.ENOSYS
 
-    def _prefer(self) -> None:
-        """Allocate pages near the device that copies from and to it. Memory that no device copies
-        is placed near the thread that uses it."""
-        if self._node is not None:
-            numa.prefer(self._flat.data_ptr(), len(self), self._node)
-
     def after_fork(self, *, in_child: bool) -> None:
         """Map it again, privately; see [Note: forks]."""
         if in_child and self._at is not None:
@@ -122,7 +115,6 @@ class HostBuffer(mmap.mmap):
         if self.private:  # shared memory was touched at creation or filled
             if hasattr(mmap, "MADV_DONTFORK"):
                 self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write during DMA
-            self._prefer()
             _touch_pages(self._flat, self._node)
         self._address = self._flat.data_ptr()
         self.locked = PAGE_LOCKS.lock(self._address, len(self))

@@ -276,7 +276,7 @@ def global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 def ranks_of(sharded: torch.Tensor) -> Ranks:
     """The ranks that share a tensor; all of them call this."""
-    mesh = compat.mesh_of(sharded)
+    mesh: Any = sharded.device_mesh  # type: ignore[attr-defined]
     return Ranks.of(mesh, torch.device(mesh.device_type))
 
 
@@ -295,7 +295,7 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _alone(param: torch.Tensor, what: str) -> Iterator[None]:
     """A context for a collective outside of schedules, in all ranks."""
-    mesh = compat.mesh_of(param)
+    mesh: Any = param.device_mesh  # type: ignore[attr-defined]
     _, _, agreement = _joint(mesh, torch.device(mesh.device_type))
     ops = [f"{what} of a parameter of shape {tuple(param.shape)}"]
     code = _collectives("code outside of any schedule", ops)

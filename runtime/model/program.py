@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from megacompile import compat, log, notices, progress
-from megacompile.beside import compile_pool
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
@@ -111,14 +110,13 @@ VARIANTS = 256  # schedules per program; the oldest are dropped
 def compiling(name: str, machine: Machine) -> Iterator[None]:
     """Wraps the compilation for a schedule: counts it and logs its duration."""
     before, start = compat.cache_counts(), time.perf_counter()
-    beside = compile_pool.compiled()
     with _stages_own_ambient():
         yield
     found, made = compat.cache_counts().since(before)
-    time_s, beside = time.perf_counter() - start, compile_pool.compiled() - beside
-    log.compiled(name, found, made, time_s, beside)
+    time_s = time.perf_counter() - start
+    log.compiled(name, found, made, time_s)
     if found or made:
-        machine.code.add(found=found, made=made, time_s=time_s, beside=beside)
+        machine.code.add(found=found, made=made, time_s=time_s)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ from megacompile.runtime.params.swap import StandIns
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
-from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
 
 
@@ -59,7 +58,6 @@ class StreamedModel:
         self.options = options = setting.options
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan counts bytes, not fragments
-            count_kernels()
         compat.settle_cache_keys()
         compat.write_powers()
         compat.note_backward_calls(parameter_of, as_gradient_of)

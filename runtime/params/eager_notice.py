@@ -131,19 +131,12 @@ def _cause(frames: Sequence[FrameType]) -> str:
         return f"capture is disabled by {switch}; leave that out"
     breaks = tuple(compat.graph_breaks())
     lines = {(b.file, b.line): b for b in reversed(breaks)}
-    limits = {hit.function: hit for hit in compat.limit_hits()}
     for frame in frames:
         code = frame.f_code
         if found := lines.get((code.co_filename, frame.f_lineno)):
             return _of_break(found)
         if failed := compat.untraced(code):
             return untraced_text(failed)
-        if hit := limits.get(f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"):
-            return (
-                f"Dynamo has captured {hit.function} {hit.limit} times and gave up, because each "
-                f"call differed ({hit.why.strip()}); keep it constant from call to call, or raise "
-                f"torch._dynamo.config.{hit.option}"
-            )
     for frame in frames:
         its = {(frame.f_code.co_filename, line) for _, _, line in frame.f_code.co_lines()}
         for found in breaks:

@@ -32,7 +32,7 @@ import torch
 
 from megacompile import compat, log, notices
 from megacompile.beside.process import Process, end_with_the_pipe
-from megacompile.log import KERNELS, UPDATES
+from megacompile.log import UPDATES
 from megacompile.runtime import optim
 from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.optim.blockwise import absmax_numel
@@ -76,12 +76,12 @@ class Compiled:
             if refused:
                 self._refuse(kind, why)
             else:
-                self._take(kind, update, request, by_process=True)
+                self._take(kind, update, request)
         elif kind not in self._codes:
             asked = self._begin(kind, update)
             if kind in self._in_process:
                 return False
-            self._take(kind, update, asked, by_process=False)
+            self._take(kind, update, asked)
         return self._codes[kind] is not None
 
     def __call__(self, update: Update) -> None:
@@ -116,9 +116,7 @@ class Compiled:
             return None
         return request
 
-    def _take(
-        self, kind: Kind, update: Update, request: CompileRequest | None, *, by_process: bool
-    ) -> None:
+    def _take(self, kind: Kind, update: Update, request: CompileRequest | None) -> None:
         """Load the code from the caches, or compile it, if the second process has not done so."""
         before, start = compat.cache_counts(), time.perf_counter()
         options = options_now()
@@ -135,7 +133,7 @@ class Compiled:
             self._refuse(kind, str(error).strip().partition("\n")[0])
             return
         (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
-        UPDATES.add(found=found, made=made, time_s=time_s, beside=found if by_process else 0)
+        UPDATES.add(found=found, made=made, time_s=time_s)
         log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
 
     def _refuse(self, kind: Kind, why: str) -> None:
@@ -154,17 +152,6 @@ def compiled(rule: OptimizerRule) -> Compiled:
 
 
 _COMPILED: dict[OptimizerRule, Compiled] = {}
-
-
-@functools.cache
-def count_kernels() -> None:
-    """Count and log the Triton kernels of this package that this process uses."""
-
-    def note(name: str, found: bool, time_s: float) -> None:
-        KERNELS.add(found=int(found), made=int(not found), time_s=time_s)
-        log.update_compiled(f"kernel {name}", found=found, time_s=time_s, what="Triton")
-
-    compat.note_kernels(__name__.partition(".")[0], note)
 
 
 def wait_until_compiled() -> None:

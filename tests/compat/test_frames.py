@@ -100,10 +100,7 @@ def test_what_cannot_be_traced_is_skipped_behind_lines_that_have_run() -> None:
     assert ran == [3, 2, 3, 3, 3, 2]
 
 
-def test_a_limit_is_noted_and_why_it_was_captured_again() -> None:
-    compat.note_uncaptured()
-    before = compat.uncaptured()
-
+def test_why_it_was_captured_again() -> None:
     def grows(x: Tensor, name: str) -> Tensor:
         return x + len(name)
 
@@ -113,12 +110,6 @@ def test_a_limit_is_noted_and_why_it_was_captured_again() -> None:
         why = compat.why_captured_again(compiled)
         assert (f"case {min(i, 8) - 1}" in why) if i else why == "", "until Dynamo gives up"
         assert "#" not in why and "\n" not in why
-    assert compat.uncaptured() > before
-    hit: compat.LimitHit = next(iter(compat.limit_hits()))
-    code = grows.__code__
-    assert hit.function == f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
-    assert (hit.option, hit.limit) == ("recompile_limit", torch._dynamo.config.recompile_limit)
-    assert "name" in hit.why
 
 
 def test_what_switches_capture_off() -> None:

@@ -1,0 +1,22 @@
+"""Replaces torch's own functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Makes `owner.name(...)` call `function(stock, ...)` from now on, with the function that it
+    replaces. Later calls for the same `owner` and `name` change nothing."""
+    stock = getattr(owner, name)
+    if hasattr(stock, "of_megacompile"):
+        return
+
+    @functools.wraps(stock)
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    ours.of_megacompile = True  # type: ignore[attr-defined]
+    setattr(owner, name, ours)
