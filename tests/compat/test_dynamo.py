@@ -51,38 +51,6 @@ def heard(caplog: pytest.LogCaptureFixture, level: str, name: str) -> Iterator[N
             logger.removeHandler(caplog.handler)
 
 
-def test_what_an_operator_refuses_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Before a line ran, or in a frame that was resumed; torch's own log of it is left out within
-    calls of the code that is told."""
-
-    def product(x: Tensor, breaks: bool) -> Tensor:
-        if breaks:
-            torch._dynamo.graph_break()
-        return x @ torch.ones(3, 3)
-
-    source = """
-def within(*args):
-    try:
-        compiled(*args)
-    except CAPTURE_ERRORS as error:
-        return is_raised_first(error)
-"""
-    compiled = torch.compile(product, backend="eager")
-    assert compat.uncompiled(compiled) is product
-    names: dict[str, Any] = {"__name__": "torch.nothing", "compiled": compiled}
-    names |= {"CAPTURE_ERRORS": compat.CAPTURE_ERRORS, "is_raised_first": compat.is_raised_first}
-    exec(source, names)
-    within = names["within"]
-    logged = "failed while attempting to run meta"
-    with heard(caplog, "ERROR", "torch._subclasses.fake_tensor"):
-        assert within(torch.ones(2, 2), False) is True
-        assert logged in caplog.text
-        caplog.clear()
-        compat.quiet_within(within.__code__)
-        assert within(torch.ones(2, 2), True) is False
-        assert logged not in caplog.text
-
-
 def test_loops_in_captured_graphs_are_seen() -> None:
     def counted(x: Tensor) -> Tensor:
         loop: Any = torch._higher_order_ops.while_loop
@@ -165,18 +133,6 @@ def test_frames_of_captures() -> None:
     torch.compile(torch.sin, backend=look)(torch.ones(1))
     look(0)
     assert seen == [True, True, False]
-
-
-@contextmanager
-def options(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Set for a while; gives those from before."""
-    before = compat.dynamo_options()
-    compat.set_dynamo_options(given)
-    try:
-        yield before
-    finally:
-        compat.set_dynamo_options(before)
-    assert compat.dynamo_options() == before
 
 
 def test_properties_that_a_fake_is_made_from() -> None:
