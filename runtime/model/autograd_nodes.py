@@ -23,16 +23,6 @@ from torch import fx
 from megacompile import compat, notices
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.params.parameter_gradients import Users, users_of
-from megacompile.runtime.params.proxies import Link
-
-
-def users(call: compat.BackwardCall) -> Users:
-    """The autograd nodes that use parameters in a backward, found once."""
-    if call.users is None:
-        call.users = users_of(call, CapturedNode, Gate, Link)
-    found: Users = call.users
-    return found
 
 
 class Gate(torch.autograd.Function):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,17 +24,19 @@ from megacompile.runtime.model.autograd_nodes import (
     CapturedNode,
     Gate,
     accumulate_nodes,
-    users,
     warn_of_hooks,
 )
 from megacompile.runtime.model.program import Program, first_line
-from megacompile.runtime.model.shared_values import Readings, Source, changed, shared
+from megacompile.runtime.model.shared_values import Readings, Source, shared
 from megacompile.runtime.ops.compute import random_state, set_random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.backward_pass import Others
 from megacompile.runtime.params.gradient_run import GradientRun
-from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.parameter_gradients import Users, users_of
+from megacompile.runtime.params.proxies import Link, StreamedParameter
+
+_ROOT = attrgetter("root")
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
@@ -49,17 +53,13 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
             )
     else:
         computed = call.forward()
-    by_position = dict(zip(program.computed, computed, strict=True))
-    if len(by_position) > 1:
-        watched = {k: weakref.ref(t) for k, t in by_position.items() if t.requires_grad}
+    if len(computed) > 1:
+        each = zip(program.computed, computed, strict=True)
+        watched = {k: weakref.ref(t) for k, t in each if t.requires_grad}
         call.outputs = watched if len(watched) > 1 else {}
-    by_node = {program.outputs[k]: value for k, value in by_position.items()}
+    nodes = map(program.outputs.__getitem__, program.computed)
+    by_node = dict(zip(nodes, computed, strict=True))
     inputs = call.inputs_by_name
-
-    def value(node: Any) -> Any:
-        if not isinstance(node, fx.Node):
-            return program.number(node, args) if has_numbers(node) else node
-        return inputs[node.name] if node.op == "placeholder" else by_node[node]
 
     for position, k in program.recorded:
         tensor, new = args[position], by_node[program.outputs[k]]
@@ -69,27 +69,22 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
             with torch.enable_grad():
                 tensor.copy_(new)
     count = len(program.outputs) - len(program.recorded)
-    outputs = [value(node) for node in program.outputs[:count]]
+    outputs: list[Any] = []
+    for node in program.outputs[:count]:
+        if not isinstance(node, fx.Node):
+            outputs.append(program.number(node, args) if has_numbers(node) else node)
+        else:
+            outputs.append(inputs[node.name] if node.op == "placeholder" else by_node[node])
     for k, view in program.stages.input_views:
         shape, stride, offset = program.number((view.shape, view.stride, view.offset), args)
-        outputs[k] = _view(outputs[k], shape, stride, offset, requires_grad=view.requires_grad)
+        base = outputs[k]
+        if base.requires_grad and not view.requires_grad:
+            base = base.detach()
+        with torch.enable_grad():  # autograd refuses to change a `no_grad` view in place
+            outputs[k] = base.as_strided(shape, stride, base.storage_offset() + offset)
     if program.stages.views:
         program.views = [(weakref.ref(outputs[k]), name) for k, name in program.stages.views]
     return outputs
-
-
-def _view(
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    *,
-    requires_grad: bool,
-) -> torch.Tensor:
-    """A view of an input that starts `offset` elements after the input's first."""
-    base = tensor if requires_grad or not tensor.requires_grad else tensor.detach()
-    with torch.enable_grad():  # autograd refuses to change a `no_grad` view in place
-        return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 class Call:
@@ -99,10 +94,11 @@ class Call:
         self.program = program
         self.machine: Machine = program.machine
         self.variant = program.variant()
-        self.inputs_by_name = {name: args[k] for name, k in program.inputs.items()}
+        given = map(args.__getitem__, program.inputs.values())
+        self.inputs_by_name = dict(zip(program.inputs, given, strict=True))
         self.places = program.places
-        self.streamed: list[StreamedParameter] = [args[k] for k in program.streamed]
-        self.values = program.values(args)
+        self.streamed: list[StreamedParameter] = list(map(args.__getitem__, program.streamed))
+        self.values = list(map(args.__getitem__, program.numbers))
         self.saved_values: dict[str, Any] | None = None
         self.shared: list[Source] = []  # the tensors whose storage they alias
         self.observed = compat.ddp_around() is not None
@@ -110,32 +106,26 @@ class Call:
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # from the backward to the gates
 
     def gates(self) -> torch.Tensor | None:
-        """The node's link to the gates of this call; None if nothing is trained."""
+        """Create the gates; returns the node's link to them, None if nothing is trained. Each
+        parameter has its own gate if a hook waits for a gradient."""
         gradients = self.machine.gradients
-        if not self.places:
-            return None
-        token = self._gates()
-        while gradients.follow(self.places, accumulate_nodes(token)):
-            token = self._gates()  # new nodes may have other hooks
-        return token
-
-    def _gates(self) -> torch.Tensor:
-        """Create the gates; each parameter has its own gate if a hook waits for a gradient."""
-        gradients = self.machine.gradients
-        groups = [self.places]
-        if gradients.ends(self.places).hooked:
-            groups = [(place,) for place in self.places]
-        token = torch.empty(0, device=self.machine.device)  # on this device, for autograd's stream
-        for group in groups:
-            token = compat.apply(Gate, self, group, token, *gradients.ends(group).params)
-        return token
+        while self.places:
+            hooked = gradients.ends(self.places).hooked()
+            # on this device, for autograd's stream
+            token = torch.empty(0, device=self.machine.device)
+            for group in [(place,) for place in self.places] if hooked else [self.places]:
+                token = compat.apply(Gate, self, group, token, *gradients.ends(group).params)
+            if not gradients.follow(self.places, accumulate_nodes(token)):
+                return token
+            # otherwise create them again: new nodes may have other hooks
+        return None
 
     @compat.opaque
     def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
         """The gradients that a gate returns; the call no longer references them."""
         number = compat.backward_id()
         handed = self._handed.get(number, {})
-        found = [handed.pop(place, None) for place in places]
+        found = list(map(handed.pop, places, repeat(None)))
         if not handed:
             self._handed.pop(number, None)
         return found
@@ -147,12 +137,12 @@ class Call:
             self.machine.gradients.forget()
             self.random = random_state(self.machine.device)
             outputs = self._compute()
-        computed = [outputs[k] for k in self.program.computed]
+        computed = list(map(outputs.__getitem__, self.program.computed))
         if not recorded:
             return computed
         self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
-        self._roots = [proxy.root for proxy in self.streamed]
+        self._roots = list(map(_ROOT, self.streamed))
         self.param_versions = compat.versions(self._roots)
         return computed
 
@@ -199,12 +189,14 @@ class Call:
         with self.machine.running:
             self._check(tuple(tangents))
             # consumers of the parameters' gradients in this backward, and other producers
-            found = map(users, compat.backward_calls())
+            found: list[Users] = []
+            for each in compat.backward_calls():
+                if each.users is None:
+                    each.users = users_of(each, CapturedNode, Gate, Link)
+                if node in each.users.nodes:
+                    found.append(each.users)
             self.machine.run = run = GradientRun(
-                self.machine.gradients,
-                self.places,
-                [each for each in found if node in each.nodes],
-                observed=self.observed,
+                self.machine.gradients, self.places, found, observed=self.observed
             )
             is_later = self.program.ran_backward or self.machine.steps
             what, show = "running the first backward", self.machine.progress
@@ -270,18 +262,15 @@ class Call:
             self.saved_values, self.shared = None, []
             self.machine.pending.discard(self)
         executor = self._executor(tuple(tangents))
-        device = self.machine.device
+        device, pool = self.machine.device, self.machine.activations
         queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
         named = executor.tangents
         inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
         for name in executor.backward_inputs:
-            if name in inputs:
-                continue
             if name in saved_values:
                 inputs[name] = saved_values[name]
-            else:
-                pool = self.machine.activations
+            elif name not in inputs:
                 inputs[name] = converted(saved_values, name, elsewhere, pool, queue)
         del tangents, saved_values
         if not self.program.ran_backward:  # code may have been compiled since
@@ -306,11 +295,13 @@ class Call:
         start = run.start_update if update else run.start
         accumulate = start(wanted.gradient_params)
         ranks = self.machine.ranks
-        more = ranks is not None and ranks.replicas > 1 and self.machine.more_backwards
+        replicas = ranks is not None and ranks.replicas > 1
+        more = replicas and self.machine.more_backwards
         if not update:
             run.backward.last = not more
         defers = not update and more and run.may_defer()  # a later backward sums over replicas
-        run.note_sums(defers=defers)
+        if replicas:
+            run.note_sums(defers=defers)
         variant = replace(variant, accumulate=accumulate, update=update, defers=defers)
         executor = program.executor(variant)
         if update:
@@ -342,7 +333,7 @@ class Call:
         if self.machine.in_backward is None:
             return False
         if self.machine.more_backwards:  # then this one updates nothing
-            self.program.plans.say_accumulates()
+            self.program.plans.note(accumulates=True)
             return False
         run = self.machine.current_run()
         asked = run.asked()
@@ -393,13 +384,15 @@ class Call:
             )
         if compat.versions(self._roots) != self.param_versions:
             self._check_parameters(tangents)
-        source = changed(self.shared, lambda: self._needed(tangents))
-        if source is not None:
-            raise self._refused(
-                f"{source.what} of shape {tuple(source.tensor.shape)} was changed in place since "
-                "the forward, and the backward needs its old value; change a copy (.clone()), or "
-                "call backward() first"
-            )
+        changed = [each for each in self.shared if compat.version(each.tensor) != each.version]
+        needed = self._needed(tangents) if changed else set()
+        for source in changed:
+            if not needed.isdisjoint(source.names):
+                raise self._refused(
+                    f"{source.what} of shape {tuple(source.tensor.shape)} was changed in place "
+                    "since the forward, and the backward needs its old value; change a copy "
+                    "(.clone()), or call backward() first"
+                )
 
     def _check_parameters(self, tangents: tuple[int, ...]) -> None:
         """Raise if a parameter that this backward reads was changed since the forward."""
@@ -413,11 +406,10 @@ class Call:
                     "forward and its backward; call backward() before optimizer.step()"
                 )
 
-    def _needed(self, tangents: tuple[int, ...]) -> Iterator[str]:
+    def _needed(self, tangents: tuple[int, ...]) -> set[str]:
         """The names of the values that this backward reads: a subset of all that may be saved."""
         executor = self._wanted(tangents)
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
-        for name in executor.backward_inputs:
-            yield elsewhere.get(name, name)  # the forward left it there
-            yield name
-        yield from executor.constants_in["backward"]
+        names = set(executor.backward_inputs)
+        names.update(elsewhere[name] for name in names & elsewhere.keys())  # where it was left
+        return names.union(executor.constants_in["backward"])

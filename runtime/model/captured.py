@@ -20,6 +20,7 @@ from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedG
 from megacompile.ir.capture import Ambient, Capture, GraphInput
 from megacompile.runtime.model.call import run
 from megacompile.runtime.model.input_keys import (
+    PLAIN,
     PROGRAMS_AT_ONCE,
     LastCall,
     SymbolicInputs,
@@ -51,17 +52,17 @@ _OTHER = (
     "each combination of inputs, and each branch that the model takes on sizes, gets its own code"
 )
 PROGRAMS = 256  # per captured graph; the least recently called are dropped
-
-
 MOST_SKIPPED = 255  # calls between two tries
 
 
 class Backoff:
-    """Skips calls: none at first, then every second one, three of four, and so on."""
+    """Skips calls after failures, for example of the attempts to capture one function or to
+    schedule one graph: none at first, then every second one, three of four, and so on."""
 
     def __init__(self) -> None:
-        self.skipped = 0  # calls between two tries
-        self._wait = 0  # calls until the next try
+        self.why_not = ""  # the last attempt failed
+        self.failures = 0  # consecutive ones
+        self.skipped = self._wait = 0  # calls between two tries; until the next one
 
     def is_due(self) -> bool:
         """True if the call that begins should be tried."""
@@ -74,27 +75,18 @@ class Backoff:
         """Skip this many calls before the next try, and between later ones."""
         self.skipped = self._wait = min(MOST_SKIPPED, calls)
 
-
-class Attempts(Backoff):
-    """The attempts to capture one function or to schedule one graph; skips calls after three
-    consecutive failures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.why_not = ""  # the last attempt failed
-        self._failed = 0  # consecutive failures
-
-    def traced(self) -> None:
-        """Record a call that needed no attempt or succeeded."""
-        self._failed = 0
-        self.skip(0)
-
     def failed(self, why: str) -> None:
-        """Record a failed attempt whose call then succeeded in eager mode."""
+        """Record a failed attempt whose call then succeeded in eager mode; the third begins to skip
+        calls."""
         self.why_not = why
-        self._failed += 1
-        if self._failed >= 3:
+        self.failures += 1
+        if self.failures >= 3:
             self.skip(2 * self.skipped + 1)
+
+    def reset(self) -> None:
+        """Record a success after failures."""
+        self.failures = 0
+        self.skip(0)
 
 
 class CapturedGraph:
@@ -118,21 +110,15 @@ class CapturedGraph:
     | the planned memory | `covers` |
     | the module, and everything Python read during capture | Dynamo's guards: another graph |
 
-    Args:
-        name: for messages.
-        module: the graph module that Dynamo captured.
-        buckets: of the model.
-        updates: the model's optimizer steps, prepared when a plan is made.
-        begins_call: returns True while this call of the model has done nothing yet.
     """
 
     def __init__(
         self,
-        name: str,
+        name: str,  # for messages
         module: fx.GraphModule,
         buckets: ModelBuckets,
-        updates: Updates,
-        begins_call: Callable[[], bool],
+        updates: Updates,  # prepared when a plan is made
+        begins_call: Callable[[], bool],  # true while this call of the model has done nothing yet
     ) -> None:
         self.name = name
         self.module = module
@@ -156,15 +142,16 @@ class CapturedGraph:
         self.why_made = _OTHER  # the newest one
         self._last: LastCall | None = None  # of a program without symbols
         self._last_key: Hashable = None
-        self._attempts = Attempts()  # failed programs: sizes are rarely the reason
+        self._attempts = Backoff()  # failed programs: sizes are rarely the reason
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        if self.is_stale:
+        if self.plans is not self.buckets.plans or self.version != self.plans.version:
             self._follow_plans()
-        given = whole = fetched(args)
+        is_plain = PLAIN.issuperset(map(type, args))
+        given = whole = args if is_plain else fetched(args)
         if self.symbolic:
             whole = self.symbolic[0].plain(whole)
-        args = taken_apart(whole)
+        args = whole if is_plain else taken_apart(whole)
         ambient = Ambient.current(self.machine.device)
         program = None
         for symbolic in self.symbolic:
@@ -176,7 +163,6 @@ class CapturedGraph:
             return result
         return run(program, args)
 
-    @property
     def is_stale(self) -> bool:
         """True if its programs will be planned again."""
         plans = self.buckets.plans
@@ -353,7 +339,7 @@ class CapturedGraph:
             )
             self._attempts.failed(str(error))
             return None
-        self._attempts.traced()
+        self._attempts.reset()
         return program
 
     def _plan(self, program: Program, *, again: bool = False) -> None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import CodeType
 from typing import Any
@@ -31,11 +30,10 @@ from megacompile.errors import DeviceMemoryError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.schedule import Schedule
 from megacompile.progress import line
-from megacompile.runtime.model.captured import Attempts, Backoff, CapturedGraph
+from megacompile.runtime.model.captured import Backoff, CapturedGraph
 from megacompile.runtime.model.model_buckets import ModelBuckets
-from megacompile.runtime.model.program import MovesFirst, Program, compiling, first_line
+from megacompile.runtime.model.program import MovesFirst, compiling, first_line
 from megacompile.runtime.ops.compute import random_state, set_random_state
-from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.eager_notice import share, untraced_text
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step.step import Updates
@@ -45,6 +43,22 @@ _LOADING_S = 1.0  # per call, to load code compiled in the background
 
 Compiled = Callable[..., Any]  # a function that `torch.compile` returned
 Run = Callable[[Compiled, Undos], Any]  # calls the model by such a function
+_State = tuple[Any, tuple[int, ...]]  # of the random generators and the buffers
+
+
+class EagerBlocks(threading.local):
+    """The `megacompile.eager` blocks of one model that this thread is in."""
+
+    depth = 0
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Disable capture for this thread's calls inside the block."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
 
 class Inferences(Backoff):
@@ -79,53 +93,6 @@ class Inferences(Backoff):
             )
 
 
-class EagerBlocks(threading.local):
-    """The `megacompile.eager` blocks of one model that this thread is in."""
-
-    depth = 0
-
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """Disable capture for this thread's calls inside the block."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-
-
-class CapturedAgain:
-    """Warns once if half of a model's last 16 calls captured it again, or compiled code for other
-    sizes, which takes seconds each time; Dynamo gives up only after hundreds."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._took_s: deque[float] = deque(maxlen=16)  # per call; 0 if it captured nothing
-
-    def note(self, compiled: Callable[..., Any], took_s: float, for_sizes: str = "") -> None:
-        """Record a call that was not the first one: its seconds if it captured or compiled
-        something, otherwise 0; `for_sizes`: why it compiled code for other sizes of an earlier
-        capture, if it did."""
-        self._took_s.append(took_s)
-        slow_s = [each for each in self._took_s if each]
-        if not took_s or len(slow_s) < 8 or not notices.is_new("captured again", self):
-            return
-        if for_sizes:
-            why, fix = for_sizes, "pad to a few sizes"
-        else:
-            failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles shows it"
-            why = f"a condition of earlier captures did not hold ({failed})"
-            fix = (
-                "keep it constant from call to call, pass it as an argument or a tensor, or make "
-                "such calls in `with megacompile.eager(model):`"
-            )
-        notices.warn(
-            f"megacompile: {self.name} was captured again in {len(slow_s)} of its last "
-            f"{len(self._took_s)} calls, which took {sum(slow_s):.1f} s (slower, same numbers; "
-            f"shown once): {why}; {fix}"
-        )
-
-
 class Captures:
     """Owns the captured graphs of a model while it is megacompiled. The first graph called from the
     code `entry` begins a call."""
@@ -139,8 +106,11 @@ class Captures:
         self.eager = EagerBlocks()
         self._entry = entry
         self._name = type(self.model).__name__
-        self._again = CapturedAgain(self._name)
-        self._functions = WeakKeyDictionary[Compiled, tuple[Attempts, Inferences]]()
+        self._took_s: deque[float] = deque(maxlen=16)  # per call; 0 if it captured nothing
+        self._functions = WeakKeyDictionary[Compiled, tuple[Backoff, Inferences]]()
+        self._programs: list[int] = []  # ids of the programs at the last step
+        self._read: set[int] = set()  # ids of parameters read by any schedule
+        self._said_outside = False
 
     def add(self, module: fx.GraphModule) -> CapturedGraph:
         """Add a graph that Dynamo has captured."""
@@ -152,7 +122,7 @@ class Captures:
 
     def current(self) -> list[CapturedGraph]:
         """The captured graphs whose programs ran last."""
-        return [graph for graph in self.graphs if not graph.is_stale] or self.graphs
+        return [graph for graph in self.graphs if not graph.is_stale()] or self.graphs
 
     def schedules(self) -> list[Schedule]:
         """The newest schedule of every program that has run, in the order of capture."""
@@ -167,14 +137,14 @@ class Captures:
         """Run a call; captures it if no earlier capture fits. Raises DeviceMemoryError if nothing
         fits, or if the call cannot restart."""
         if compiled not in self._functions:
-            self._functions[compiled] = Attempts(), Inferences()
+            self._functions[compiled] = Backoff(), Inferences()
         attempts, inferences = self._functions[compiled]
         # ranks that share the model would have to agree on captures
         infers = not torch.is_grad_enabled() and self.machine.ranks is None
         if self.eager.depth or (infers and not inferences.is_due()):
             with self.buckets.notice.asked_for():
                 return undone(functools.partial(run, compat.uncompiled(compiled)))
-        before = _Snapshot(modules, self.machine)
+        before = random_state(self.machine.device), self._buffers(modules)
         made, start_s = [graph.made for graph in self.graphs], time.perf_counter()
         if made:
             compiler = self.buckets.plans.compiler
@@ -192,36 +162,61 @@ class Captures:
             inferences.note(self.model, sum(graph.made for graph in self.graphs) - sum(made))
         return result
 
+    def _buffers(self, modules: Sequence[nn.Module]) -> tuple[int, ...]:
+        """Versions of the buffers, and the number of changes by schedules: those of a BatchNorm
+        statistic do not change its version."""
+        held = compat.holders(modules, "buffers")
+        buffers = [b for holder in held for b in holder.values() if b is not None]
+        return (self.machine.assigned, *compat.versions(buffers))
+
     def _note_made(self, compiled: Compiled, before: list[int], took_s: float) -> None:
         """Record the duration of a call after the first, which may have captured; drop code that
-        no program uses any more."""
-        grown = [g for g, made in zip(self.graphs, before, strict=False) if g.made > made]
-        if len(self.graphs) > len(before):
-            self._again.note(compiled, took_s)
-        elif grown:
-            self._again.note(compiled, took_s, grown[-1].why_made)
-        else:
-            self._again.note(compiled, 0.0)
-        if any([graph.has_evicted for graph in self.graphs]):
+        no program uses any more. Warns once if half of the last 16 calls captured the model again,
+        or compiled code for other sizes, which takes seconds each time: Dynamo gives up only after
+        hundreds."""
+        grown, evicted = None, False
+        for graph, made in zip(self.graphs, before, strict=False):
+            evicted = evicted or graph.has_evicted
+            grown = graph if graph.made > made else grown
+        captured = len(self.graphs) > len(before)
+        self._took_s.append(took_s if captured or grown else 0.0)
+        slow_s = list(filter(None, self._took_s))
+        if self._took_s[-1] and len(slow_s) >= 8 and notices.is_new("captured again", self):
+            if grown is not None and not captured:
+                why, fix = grown.why_made, "pad to a few sizes"
+            else:
+                failed = compat.why_captured_again(compiled) or "TORCH_LOGS=recompiles shows it"
+                why = f"a condition of earlier captures did not hold ({failed})"
+                fix = (
+                    "keep it constant from call to call, pass it as an argument or a tensor, or "
+                    "make such calls in `with megacompile.eager(model):`"
+                )
+            notices.warn(
+                f"megacompile: {self._name} was captured again in {len(slow_s)} of its last "
+                f"{len(self._took_s)} calls, which took {sum(slow_s):.1f} s (slower, same numbers; "
+                f"shown once): {why}; {fix}"
+            )
+        if evicted:
             programs = [p for graph in self.graphs for p in graph.programs.values() if p]
-            made = {e.schedule for program in programs for e in program.executors.values()}
-            self.buckets.plans.compiler.retain({program.stages for program in programs}, made)
+            schedules = {e.schedule for program in programs for e in program.executors.values()}
+            self.buckets.plans.compiler.retain({program.stages for program in programs}, schedules)
             for graph in self.graphs:
                 graph.has_evicted = False
 
-    def _until_done(
-        self, run: Run, compiled: Compiled, attempts: Attempts, before: _Snapshot
-    ) -> Any:
-        """Run a call; restarts it if buckets must move first or memory runs out."""
+    def _until_done(self, run: Run, compiled: Compiled, attempts: Backoff, before: _State) -> Any:
+        """Run a call; restarts it if buckets must move first or memory runs out. It runs in eager
+        mode if Dynamo cannot trace it before its first line runs, or is not to try. A user error (a
+        wrong shape) is raised at the user's line, as in the plain model."""
         failed: Exception | None = None
-        tried = attempts.is_due()
+        notice, tried = self.buckets.notice, attempts.is_due()
         while tried:
             ran_out, lacking = "", None
             try:
                 with nullcontext() if self.graphs else old_objects_left_out():
                     result = undone(functools.partial(run, compiled))
-                attempts.traced()
-                self.buckets.notice.say(self.model.parameters)
+                if attempts.failures:
+                    attempts.reset()
+                notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:
                 ran_out = first_line(error)  # drop the error: its frames hold memory
@@ -233,31 +228,7 @@ class Captures:
                 failed = error
                 break
             self._begin_again(before, ran_out, lacking)
-        return self._in_eager_mode(run, compiled, attempts, failed)
-
-    def _begin_again(
-        self, before: _Snapshot, ran_out: str, lacking: DeviceMemoryError | None
-    ) -> None:
-        """Make a smaller plan if memory ran out, and move buckets, before a call restarts. Raises
-        DeviceMemoryError if no plan is smaller, buckets cannot move, or the call has already
-        changed a buffer."""
-        plans = self.buckets.plans
-        placement = plans.placement
-        before.restore(self.model, ran_out or ("" if lacking is None else first_line(lacking)))
-        if ran_out:
-            plans.step_down(self.machine, ran_out, "the forward")
-        plans.expire()
-        self.buckets.move_if_wanted()
-        if lacking is not None and plans.placement == placement:
-            raise lacking
-
-    def _in_eager_mode(
-        self, run: Run, compiled: Compiled, attempts: Attempts, failed: Exception | None
-    ) -> Any:
-        """Run a call in eager mode: Dynamo could not trace it (`failed`) before its first line ran,
-        or it is not attempted. A user error (a wrong shape) is raised at the user's line, as in the
-        plain model."""
-        with self.buckets.notice.unless_it_raises():
+        with notice.unless_it_raises():
             try:
                 result = undone(functools.partial(run, compat.uncompiled(compiled)))
             except torch.OutOfMemoryError:
@@ -267,101 +238,71 @@ class Captures:
         if failed is not None:
             failed.with_traceback(None)  # whose frames hold the call's inputs
             attempts.failed(untraced_text(compat.untraced_by(failed)))
-        self.buckets.notice.say(self.model.parameters, attempts.why_not)
+        notice.say(self.model.parameters, attempts.why_not)
         return result
 
-
-class _Snapshot:
-    """The state that a forward may change, recorded before it."""
-
-    def __init__(self, modules: Iterable[nn.Module], machine: Machine) -> None:
-        self.machine = machine
-        self.random = random_state(machine.device)
-        self._state = self._now(modules)
-
-    def _now(self, modules: Iterable[nn.Module]) -> tuple[int, ...]:
-        """Versions of the buffers, and the number of changes by schedules: those of a BatchNorm
-        statistic do not change its version."""
-        held = compat.holders(modules, "buffers")
-        buffers = [b for holder in held for b in holder.values() if b is not None]
-        return (self.machine.assigned, *map(compat.version, buffers))
-
-    def restore(self, model: nn.Module, ran_out: str) -> None:
-        """Reset the random generators. Raises DeviceMemoryError if the forward has changed a
-        buffer."""
-        if self._now(compat.modules_of(model)) != self._state:
+    def _begin_again(self, before: _State, ran_out: str, lacking: DeviceMemoryError | None) -> None:
+        """Make a smaller plan if memory ran out, and move buckets, before a call restarts. Raises
+        DeviceMemoryError if no plan is smaller, buckets cannot move, or the call has already
+        changed a buffer."""
+        plans, (random, buffers) = self.buckets.plans, before
+        placement = plans.placement
+        if self._buffers(compat.modules_of(self.model)) != buffers:
+            why = ran_out or ("no memory" if lacking is None else first_line(lacking))
             raise DeviceMemoryError(
-                f"megacompile(): device memory ran out in the forward ({ran_out or 'no memory'}), "
-                "which has changed a buffer (running statistics?) and cannot be repeated; set a "
-                "smaller budget: megacompile(model, gpu_memory=...)"
+                f"megacompile(): device memory ran out in the forward ({why}), which has changed a "
+                "buffer (running statistics?) and cannot be repeated; set a smaller budget: "
+                "megacompile(model, gpu_memory=...)"
             )
-        set_random_state(self.machine.device, self.random)
+        set_random_state(self.machine.device, random)
+        if ran_out:
+            plans.step_down(self.machine, ran_out, "the forward")
+        plans.expire()
+        self.buckets.move_if_wanted()
+        if lacking is not None and plans.placement == placement:
+            raise lacking
 
-
-# Uses of parameters outside of every schedule: gradients from code outside of calls, and views.
-#
-# A call of a module in the model is scheduled. Its other methods, and losses that read parameters,
-# are not: they compute where the parameter is. The runtime sees only their gradients.
-
-
-class OutsideNotice:
-    """Warns once if parameters are used outside of schedules, and once if a forward has kept a view
-    of one, which is a copy."""
-
-    def __init__(self, model: nn.Module, machine: Machine) -> None:
-        self.model = model
-        self.machine = machine
-        self._said = self._said_view = False
-        self._noted: weakref.WeakSet[Program] = weakref.WeakSet()
-        self._read: set[int] = set()  # ids of parameters read by any schedule
-
-    def say(self, graphs: Iterable[CapturedGraph], *, is_known: bool) -> None:
-        """Warn of such views and gradients at a step. `is_known`: code in eager mode has used
-        parameters, with its own warning."""
-        every = [program for graph in graphs for program in graph.programs.values()]
-        programs = [program for program in every if program is not None]
-        if not self._said_view:
-            self._say_view(programs)
-        self._said = self._said or len(programs) < len(every)  # eager graphs have their warning
-        if self._said or is_known:
-            return
-        buckets = self.machine.buckets
+    def warn_of_outside_uses(self) -> None:
+        """Warn, at a step, of uses of parameters outside of every schedule, once: a view that the
+        last forward has kept, and gradients from code outside of calls. A call of a module in the
+        model is scheduled. Its other methods, and losses that read parameters, are not: they
+        compute where the parameter is, and the runtime sees only their gradients."""
+        programs = [program for graph in self.graphs for program in graph.programs.values()]
+        if (ids := list(map(id, programs))) != self._programs:
+            self._programs = ids
+            for key, index in [
+                place for program in programs if program for place in program.places
+            ]:
+                if key in self.machine.buckets:
+                    params = self.machine.buckets[key].params
+                    self._read.update(map(id, params[index : index + 1]))
         for program in programs:
-            if program not in self._noted:
-                self._noted.add(program)
-                for key, index in program.places:
-                    if key in buckets:
-                        self._read |= set(map(id, buckets[key].params[index : index + 1]))
-        for bucket in buckets.values():
+            for view, name in program.views if program is not None else ():
+                if view() is not None and notices.is_new("a view", self):
+                    notices.warn(
+                        f"megacompile: the forward of {self._name} has kept a view of parameter "
+                        f"{name!r}, or returned it, and the view is a copy: this step changes the "
+                        "parameter, not the copy (shown once); read "
+                        f"model.get_parameter({name!r}) where the view is used"
+                    )
+        if self.buckets.notice.used or None in programs or self._said_outside:
+            return  # code in eager mode has its own warning
+        for bucket in self.machine.buckets.values():
             for param in bucket.params:
                 if param.grad is not None and id(param) not in self._read:
-                    self._say_outside()
+                    self._warn_of_gradients()
                     return
 
-    def _say_outside(self) -> None:
-        self._said = True
+    def _warn_of_gradients(self) -> None:
+        self._said_outside = True
         params = [p for b in self.machine.buckets.values() for p in b.params]
         outside = {id(p) for p in params if p.grad is not None and id(p) not in self._read}
         name = next(name for name, param in self.model.named_parameters() if id(param) in outside)
         module = name.rpartition(".")[0]
         call = f"model.{module}(...)" if module else "model(...)"
         notices.warn(
-            f"megacompile: {share(params, outside)} of {type(self.model).__name__} have gradients "
-            f"that no schedule has computed, {name!r} first: code outside of every call used "
-            "them, on the device where they are stored (slower, same numbers; shown once); write "
-            f"{call}, not .forward(...) or the parameter itself, or move that code into a "
-            "module's forward"
+            f"megacompile: {share(params, outside)} of {self._name} have gradients that no "
+            f"schedule has computed, {name!r} first: code outside of every call used them, on the "
+            f"device where they are stored (slower, same numbers; shown once); write {call}, not "
+            ".forward(...) or the parameter itself, or move that code into a module's forward"
         )
-
-    def _say_view(self, programs: Iterable[Program]) -> None:
-        """Warn of a view that still exists: those that a forward did not keep are freed already."""
-        views = (name for program in programs for view, name in program.views if view() is not None)
-        name = next(views, None)
-        if name is not None:
-            self._said_view = True
-            notices.warn(
-                f"megacompile: the forward of {type(self.model).__name__} has kept a view of "
-                f"parameter {name!r}, or returned it, and the view is a copy: this step changes "
-                f"the parameter, not the copy (shown once); read model.get_parameter({name!r}) "
-                "where the view is used"
-            )

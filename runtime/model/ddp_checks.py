@@ -1,9 +1,7 @@
 """DistributedDataParallel with a megacompiled model: supported and refused combinations.
 
-DDP reduces gradients in hooks on AccumulateGrad nodes, which it looks up when it is constructed. If
-a parameter's data moves to another device, the parameter gets a new node: the hooks on the old one
-never run again, and torch does not report it. Megatron and Apex register Python hooks on such nodes
-too. So
+DDP, Megatron and Apex reduce gradients in hooks on AccumulateGrad nodes. A parameter whose data
+moves to another device gets a new node, and the hooks on the old one never run again. So
 
     DDP, or hooks, before the parameters move    refused: in megacompile() or, if it cannot be
                                                  detected there, at the first call within the DDP
@@ -12,9 +10,6 @@ too. So
     a model that ranks share (mesh=)             works: the DDP only calls it (`PassThrough`)
     nn.DataParallel, around or inside            refused if there is a GPU: threads would call
                                                  copies of the module that are not streamed
-
-Accelerate, and therefore Trainer, wraps a model in a DDP unless the model is marked as prepared.
-Without torchrun, Trainer creates a DataParallel if it sees several GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +33,7 @@ from megacompile.runtime.model.sharding import divide_loaded
 from megacompile.runtime.params.parameter_gradients import Accumulator
 
 _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
-_PREPARED = "_is_accelerate_prepared"  # the attribute by which Accelerate marks prepared models
+_PREPARED = "_is_accelerate_prepared"  # Accelerate (Trainer) wraps other models in a DDP
 _WRAP = f"model = DistributedDataParallel(megacompile(model)), after {_BACKENDS}"
 _COPIES = (
     "which calls copies of the module, one on each GPU, and copies are not streamed; leave it "
@@ -53,12 +48,10 @@ class DdpChecks:
     `torch.nn.DataParallel` over GPUs."""
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        self.model = model
+        self.model, self.options, self.mesh = model, options, options.mesh
         self.name = name = type(model).__name__
-        self.options = options
         self.updates = options.optimizer is not None
-        self.mesh = options.mesh
-        self._checked: weakref.ref[DistributedDataParallel] | None = None  # around the last call
+        self.checked: weakref.ref[DistributedDataParallel] | None = None  # around the last call
         if any(isinstance(m, nn.DataParallel) and m.device_ids for m in model.modules()):
             raise ModelError(f"megacompile(): {name} has a DataParallel in it, {_COPIES}")
         inside = _inside(model)
@@ -81,21 +74,20 @@ class DdpChecks:
         """Check a DDP at a call within it; returns the reason why buckets stay where they are.
         Raises a ModelError if the DDP would not reduce the model's gradients."""
         why = "a DistributedDataParallel is around"
-        if self._checked is None or self._checked() is not ddp:
+        if self.checked is None or self.checked() is not ddp:
             held = {id(param) for param in compat.ddp_parameters(ddp)}
             params = {n: p for n, p in self.model.named_parameters() if id(p) in held}
-            trained = {name: param for name, param in params.items() if param.requires_grad}
-            if self.updates and trained:
-                raise ModelError(_updates_refused("forward", self.name))
-            for name, param in trained.items():
-                if param.device.type != ddp.device_type:
+            for name, param in params.items():
+                if self.updates and param.requires_grad:
+                    raise ModelError(_updates_refused("forward", self.name))
+                if param.requires_grad and param.device.type != ddp.device_type:
                     raise ModelError(
                         f"{self.name}: its DistributedDataParallel was built when parameter "
                         f"{name!r} was on {ddp.device_type}; now it is on {param.device.type}, and "
                         "its gradient would not be reduced; make the DistributedDataParallel after "
                         f"megacompile(): {_WRAP}"
                     )
-            self._checked = weakref.ref(ddp)
+            self.checked = weakref.ref(ddp)
             is_planned = self.options.plans and self.options.resident is None
             if is_planned and any(p.device != self.options.device for p in params.values()):
                 self.say(why)
@@ -107,14 +99,10 @@ class DdpChecks:
             vars(self.model).pop(_PREPARED, None)
             self._loading.remove()
 
-    def forget(self) -> None:
-        """Check again at the next call, because parameters may have moved."""
-        self._checked = None
-
     @torch.inference_mode(False)  # parameters have no AccumulateGrad nodes in inference mode
     def holds(self, moving: Collection[nn.Parameter]) -> str:
         """The reason why these parameters must stay on their device; "" if they may move."""
-        if moving and self._checked is not None and self._checked() is not None:
+        if moving and self.checked is not None and self.checked() is not None:
             return "a DistributedDataParallel is around the model"
         if _inside(self.model):
             return "the model has a DistributedDataParallel in it"
@@ -157,9 +145,9 @@ class DdpChecks:
                 f"{where}, so that it takes no device_ids or output_device, got {device_ids}; "
                 f"{write}: the model moves its inputs itself"
             )
-        if given.get("device_mesh") or not distributed.is_initialized():
+        if given.get("device_mesh") or not dist.is_initialized():
             return
-        config = str(distributed.get_backend_config(given.get("process_group")))
+        config = str(dist.get_backend_config(given.get("process_group")))
         reduces_on = {part.partition(":")[0] for part in config.split(",")}
         if "cpu" not in reduces_on:
             raise ModelError(
@@ -171,12 +159,12 @@ class DdpChecks:
 def refuse_moves(model: nn.Module, on_device: Collection[int], device: str) -> None:
     """Raise a ModelError if megacompile() would move a parameter whose AccumulateGrad node has a
     hook. Those with the ids `on_device` go to a device of type `device`, others to the host."""
-    places = [(p, device if id(p) in on_device else "cpu") for p in model.parameters()]
-    moving = {id(p): (p, place) for p, place in places if p.device.type != place}
-    if not moving:
-        return
-    name, ((first, place), *_) = type(model).__name__, moving.values()
-    moves = f"moves parameters from {first.device.type} to {place}"
+    name, moving, moves = type(model).__name__, set[int](), ""
+    for param in model.parameters():
+        place = device if id(param) in on_device else "cpu"
+        if param.device.type != place:
+            moving.add(id(param))
+            moves = moves or f"moves parameters from {param.device.type} to {place}"
     for ddp in _inside(model):
         if any(id(param) in moving for param in compat.ddp_parameters(ddp)):
             raise ModelError(
@@ -184,7 +172,7 @@ def refuse_moves(model: nn.Module, on_device: Collection[int], device: str) -> N
                 f"{moves}, where it would not reduce their gradients; make the "
                 f"DistributedDataParallel after megacompile(): {_WRAP}"
             )
-    if hooked := _hooked(model, moving.keys()):
+    if hooked := _hooked(model, moving):
         raise ModelError(
             f"megacompile(): a hook is registered on the AccumulateGrad node of {name}.{hooked}, "
             f"and megacompile() {moves}, so the hook would never be called; register hooks on "
@@ -196,19 +184,19 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     """Check the megacompiled models in a DDP before its construction. Returns True if this has
     constructed it, as a `PassThrough`."""
     inside = _megacompiled_in(given["module"])
-    shared = [each for each in inside if isinstance(each.mesh, DeviceMesh)]
+    shared = [(each, each.mesh) for each in inside if isinstance(each.mesh, DeviceMesh)]
     if not shared:
         for each in inside:
             each.check_wrap(given["module"], given)
         return False
-    params = {id(param) for each in shared for param in each.model.parameters()}
-    for each in shared:
-        assert isinstance(each.mesh, DeviceMesh)
-        _refuse_other_wraps(type(ddp), ", ".join(s.name for s in shared), given, params, each.mesh)
+    params = {id(param) for each, _ in shared for param in each.model.parameters()}
+    names = ", ".join(each.name for each, _ in shared)
+    for _, mesh in shared:
+        _refuse_other_wraps(type(ddp), names, given, params, mesh)
     ddp.__class__ = PassThrough
-    assert isinstance(ddp, PassThrough) and isinstance(shared[0].mesh, DeviceMesh)
-    ranks = Ranks.of(shared[0].mesh, shared[0].options.device)  # of all meshes
-    ddp.become(given, ranks)
+    assert isinstance(ddp, PassThrough)
+    first, mesh = shared[0]
+    ddp.become(given, Ranks.of(mesh, first.options.device))  # of all meshes
     return True
 
 
@@ -250,22 +238,18 @@ def _updates_refused(where: str, name: str) -> str:
     )
 
 
-# A DistributedDataParallel around a model that ranks share only calls the module.
-#
-#     gradients    are averaged over ranks already
-#     buffers      are the first rank's at construction, and before each forward as in any DDP
-#     no_sync()    each backward averages its gradients before adding them: the same sum, up to
-#                  rounding
-#     state dicts  are whole in every rank (`loops`): the loop's first rank saves them
-#
-# So a loop that wraps its model (Lightning's `strategy="ddp"`) runs unchanged. torch's reducer is
-# not created: it would treat the ranks' different rows as copies.
-
 _OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options that change numbers
 
 
 class PassThrough(DistributedDataParallel):
-    """The class that `become` gives to such a DistributedDataParallel at construction."""
+    """A DistributedDataParallel around a model that ranks share only calls the module; it gets this
+    class at construction. So a loop that wraps its model (Lightning's `strategy="ddp"`) runs
+    unchanged. torch's reducer is not created: it would treat the ranks' different rows as copies.
+
+        gradients    are averaged over ranks already, by each backward, also in `no_sync()`
+        buffers      are the first rank's at construction, and before each forward as in any DDP
+        state dicts  are whole in every rank (`loops`): the loop's first rank saves them
+    """
 
     def become(self, given: Mapping[str, Any], ranks: Ranks) -> None:
         """Wrap a module, with the arguments of DistributedDataParallel."""
@@ -275,10 +259,8 @@ class PassThrough(DistributedDataParallel):
         self.ranks = ranks
         self.device_ids = None
         self.reducer: Any = _Nothing()
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.find_unused_parameters = False
-        self.static_graph = False
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.find_unused_parameters = self.static_graph = False
         syncs = map(given.get, ("forward_sync_buffers", "broadcast_buffers"))  # 2.13 renamed it
         self.broadcast_buffers = next((bool(each) for each in syncs if each is not None), True)
         loops.make_whole(module)
@@ -297,11 +279,11 @@ class PassThrough(DistributedDataParallel):
         return found
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Raise: no gradients pass through a hook."""
+        """Raise a ModelError."""
         raise _refused("register_comm_hook()", "no gradients pass through it")
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: each rank has rows of every layer, so either all ranks compute or none."""
+        """Raise a ModelError: each rank has rows of every layer."""
         raise _refused("join()", "a rank without inputs would stop the others")
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:

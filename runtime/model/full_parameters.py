@@ -106,7 +106,7 @@ class _Copy:
         self.done: torch.cuda.Event | None = None
         with streamed.buckets.alone, unguarded(), compat.on_host(), torch.no_grad():
             bucket.pending.wait()
-            bucket.copy.refresh()
+            bucket.pending.refresh()
             self.tensors = self._copied(bucket, streamed.machine.streams.copies(Stream.H2D))
 
     def _copied(

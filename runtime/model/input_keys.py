@@ -83,18 +83,15 @@ def input_of(place: Place, arg: Any) -> GraphInput:
 
 def taken_apart(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, with packed parameters replaced by their leaves."""
-    if _PLAIN.issuperset(map(type, args)):
-        return args
     parts = [packed.taken_apart(arg)[1] if _is_packed(arg) else [arg] for arg in args]
     return tuple(part for each in parts for part in each)
 
 
 def fetched(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Replace views of parameters that eager code made by device tensors; keep anything else."""
-    views = [isinstance(arg, StreamedParameter) and arg.is_view for arg in args]
-    if True not in views:
-        return args
-    return tuple(arg.clone() if view else arg for arg, view in zip(args, views, strict=True))
+    return tuple(
+        arg.clone() if isinstance(arg, StreamedParameter) and arg.is_view else arg for arg in args
+    )
 
 
 def _is_packed(arg: Any) -> bool:
@@ -104,7 +101,8 @@ def _is_packed(arg: Any) -> bool:
     return all(isinstance(part, StreamedParameter) for part in packed.taken_apart(arg)[1])
 
 
-_PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, float, bool))
+# classes of inputs that are neither such a view nor packed
+PLAIN = frozenset((StreamedParameter, torch.Tensor, torch.nn.Parameter, int, float, bool))
 
 
 class LastCall:

@@ -1,9 +1,8 @@
 """Training loops that save a model that ranks share in one rank: transformers' Trainer, Accelerate,
 and loops that wrap their model in a DistributedDataParallel.
 
-Such a loop assumes that each rank has the whole model: its first rank saves `state_dict()`. With
-DTensors it would save only its own rows, and a model that loads them would silently take them for
-whole tensors.
+The first rank of such a loop saves `state_dict()`. With DTensors it would save only its own rows,
+and a model that loads them would silently take them for whole tensors.
 
     make_whole   in every rank from then on: each call gathers, and all ranks must call it
     saving       for a block, in the rank that writes: all ranks gather when it begins
@@ -43,26 +42,19 @@ from megacompile.text import format_bytes
 def make_whole(module: nn.Module) -> None:
     """Make `state_dict()` of a module, and of its optimizers that step from now on, gather shared
     tensors into host memory. From then on all ranks must call it together."""
-    if module in _MODULES:
-        return
-    _MODULES[module] = module.register_state_dict_post_hook(_of_module)
+
+    def gather(module: nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:
+        for name, value in found.items() if not is_saved(module) else ():
+            if name.startswith(prefix) and not isinstance(value, nn.Parameter):  # `keep_vars`
+                found[name] = whole_on_host(value)
+
+    if module not in _MODULES:
+        _MODULES[module] = module.register_state_dict_post_hook(gather)
 
 
-def _of_module(
-    module: nn.Module, found: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
-) -> None:
-    if is_saved(module):
-        return
-    for name, value in found.items():
-        if name.startswith(prefix) and not isinstance(value, nn.Parameter):  # `keep_vars`
-            found[name] = whole_on_host(value)
-
-
-def _of_optimizer(optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-    if any(optimizer in optimizers for _, optimizers in _SAVING):
-        return found
-    gathered: dict[str, Any] = compat.tree_map(whole_on_host, found)
-    return gathered
+def _of_optimizer(optimizer: Optimizer, found: dict[str, Any]) -> Any:
+    is_saving = any(optimizer in optimizers for _, optimizers in _SAVING)
+    return found if is_saving else compat.tree_map(whole_on_host, found)
 
 
 def whole_on_host(value: Any) -> Any:
@@ -124,35 +116,28 @@ def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> It
             stack.callback(module.register_state_dict_post_hook(put).remove)
         for optimizer in optimizers:
             states = compat.tree_map(functools.partial(_gather, writes), optimizer.state_dict())
-            replace = functools.partial(_replace, states if writes else None)
-            stack.callback(optimizer.register_state_dict_post_hook(replace).remove)
+            if writes:
+                hook = optimizer.register_state_dict_post_hook(lambda *_, found=states: found)
+                stack.callback(hook.remove)
         _SAVING.append((modules, optimizers))
         stack.callback(_SAVING.clear)
         yield True
 
 
 def _gather_module(module: nn.Module, *, keeps: bool) -> dict[str, torch.Tensor]:
-    made: dict[int, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}  # tied tensors stay tied
     kept: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not compat.is_sharded(value):
-            continue
-        if id(value) not in made:
-            whole = _gather(keeps, value)
-            made[id(value)] = torch.empty(0) if whole is None else whole
-            del whole
-        kept[name] = made[id(value)]  # tied tensors stay tied
+        if compat.is_sharded(value):
+            if id(value) not in made:
+                made[id(value)] = _gather(keeps, value)
+            kept[name] = made[id(value)]
     return kept
 
 
 def _gather(keeps: bool, value: Any) -> Any:
     whole = whole_on_host(value)
     return whole if keeps else None
-
-
-def _replace(states: Any, optimizer: Optimizer, found: dict[str, Any]) -> Any:
-    """A hook that replaces an optimizer's state dict, if this rank saves."""
-    return found if states is None else states
 
 
 @contextmanager
@@ -170,11 +155,7 @@ def shapes(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _put(
-    values: Mapping[str, torch.Tensor],
-    module: nn.Module,
-    found: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
+    values: Mapping[str, torch.Tensor], _: nn.Module, found: dict[str, Any], prefix: str, *__: Any
 ) -> None:
     """A state dict hook that inserts these values, unless the caller asks for parameters."""
     for name, value in values.items():
@@ -234,13 +215,10 @@ def _shared_in(model: nn.Module) -> list[nn.Module]:
     return [call.model for call in streamed if call.options.mesh is not None]
 
 
-def _trainer_model(stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    with saving([trainer.model], [], writes=trainer.args.should_save):
-        return stock(*args, **kwargs)
-
-
-def _trainer_optimizer(stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    with saving([], [trainer.optimizer], writes=trainer.args.should_save):
+def _trainer(kind: str, stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    saved = [getattr(trainer, kind)]
+    models, optimizers = (saved, []) if kind == "model" else ([], saved)
+    with saving(models, optimizers, writes=trainer.args.should_save):
         return stock(*args, **kwargs)
 
 
@@ -274,8 +252,10 @@ def _load_model(stock: Method, model: nn.Module, *args: Any, **kwargs: Any) -> A
 
 
 _METHODS: dict[tuple[str, str, str], Method] = {  # module, class or "", name
-    ("transformers.trainer", "Trainer", "save_model"): _trainer_model,
-    ("transformers.trainer", "Trainer", "_save_optimizer_and_scheduler"): _trainer_optimizer,
+    ("transformers.trainer", "Trainer", "save_model"): functools.partial(_trainer, "model"),
+    ("transformers.trainer", "Trainer", "_save_optimizer_and_scheduler"): functools.partial(
+        _trainer, "optimizer"
+    ),
     ("accelerate.accelerator", "Accelerator", "save_state"): _accelerate_state,
     ("accelerate.accelerator", "Accelerator", "get_state_dict"): _accelerate_state_dict,
     ("accelerate.checkpointing", "", "load_model"): _load_model,

@@ -6,6 +6,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.runtime.model import loops
-from megacompile.runtime.params.undo import Undos, exchange, replace
+from megacompile.runtime.params.undo import exchange, undone
 
 
 class Replacement:
@@ -44,10 +45,7 @@ class OwnCall(Replacement):
     """Calls the stock method. Dynamo would capture that one in a caller, and bypass streaming."""
 
     name = compat.CALL
-
-    @compat.within_callers
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+    __call__ = compat.within_callers(Replacement.stock)
 
 
 class OwnCompile(Replacement):
@@ -128,18 +126,13 @@ def restore_methods(model: nn.Module) -> None:
             delattr(model, kind.name)
 
 
-# Dynamo guards a module's attributes in each call, but not the functions of its class: a capture is
-# valid only for the functions at the time of capture.
-
 State = frozenset[tuple[type, int]]  # classes whose methods were replaced, and the replacements
 
 
 class ClassMethods:
-    """The methods of the classes of a streamed model's modules, past and current.
-
-    Args:
-        model: covers its current and future modules.
-    """
+    """The methods of the classes of a streamed model's modules, past and current. Dynamo guards a
+    module's attributes in each call, but not the functions of its class: a capture is valid only
+    for the functions at the time of capture."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -182,20 +175,14 @@ class ClassMethods:
         return len(self._had[cls]) - 1
 
 
-# Calls of a model's submodules, outside of a call of the model itself.
-#
-# A `training_step` calls `self.net(x)`, a loss calls `model.head(hidden)`. So a `ModuleCall`
-# replaces the call of every submodule with parameters. It does the same as a call of the model: it
-# swaps parameters and schedules the captured graphs. While such a call runs, the replacements are
-# removed, and Dynamo captures the modules as they are.
-#
-# Some calls stay as they are: calls in `torch.func`, under a tracer, and in a backward. There a
-# checkpoint repeats the forward, so a module that was never called on its own was part of a call.
-
-
 class ModuleCall:
-    """Replaces a module's call. A copied or loaded module has none. `streamed` refers to a
-    `StreamedModel`."""
+    """Replaces the call of a submodule outside of a call of the model: a `training_step` calls
+    `self.net(x)`, a loss calls `model.head(hidden)`. It does the same as a call of the model.
+
+    Some calls stay as they are: calls in `torch.func`, under a tracer, and in a backward. There a
+    checkpoint repeats the forward, so a module that was never called on its own was part of a call.
+    A copied or loaded module has no `ModuleCall`. `streamed` refers to a `StreamedModel`.
+    """
 
     def __init__(self, module: nn.Module, streamed: weakref.ref[Any]) -> None:
         self.module = module
@@ -209,16 +196,14 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         streamed = self.streamed()
-        if streamed is None or self._stays_plain():
+        if (
+            streamed is None
+            or compat.tracer_around()
+            or (compat.in_transform() and not compat.given_to_functional_call())
+            or (not self.compiled and compat.backward_id() != -1)
+        ):
             return getattr(self.module, compat.CALL)(*args, **kwargs)
-        return streamed.call_module(self.module, self.compiled, args, kwargs)
-
-    def _stays_plain(self) -> bool:
-        if compat.tracer_around():
-            return True
-        if compat.in_transform() and not compat.given_to_functional_call():
-            return True
-        return not self.compiled and compat.backward_id() != -1
+        return undone(partial(streamed.call_module, self.module, self.compiled, args, kwargs))
 
 
 class ModuleCalls:
@@ -240,37 +225,25 @@ class ModuleCalls:
             if isinstance(part, ModuleCall) and part.streamed is self.streamed:
                 parts.append(part)
         holders, count = [vars(part.module) for part in parts], len(parts)
-        self._columns = holders, [compat.COMPILED_CALL] * count, parts, [None] * count
-
-    def take_out(self, undos: Undos) -> None:
-        """Restore the modules' plain calls until the undos run."""
-        replace(*self._columns, undos)
+        # for `exchange`: puts the modules' plain calls in
+        self.columns = holders, [compat.COMPILED_CALL] * count, parts, [None] * count
 
     def end(self) -> None:
         """Restore the modules."""
-        exchange(*self._columns)
-        holders, _, parts, _ = self._columns
+        exchange(*self.columns)
+        holders, _, parts, _ = self.columns
         for holder, part in zip(holders, parts, strict=True):
             if not part.compiled or holder.get(compat.COMPILED_CALL) is None:
                 holder.pop(compat.COMPILED_CALL, None)
 
 
 def _eligible(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose calls are replaced: those with parameters.
-
-    Excludes modules that compute a parameter on access, and modules that call another module to
-    observe it.
-    """
-    computed = {
-        id(inner)
-        for module in model.modules()
-        if isinstance(module, ParametrizationList)
-        for inner in module.modules()
-    }
+    """The modules whose calls are replaced: those with parameters, but for modules that compute a
+    parameter on access, and modules that call another module to observe it."""
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+    others = {id(model), *(id(inner) for each in lists for inner in each.modules())}
     for module in model.modules():
-        if module is model or id(module) in computed:
-            continue
-        if isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
-            continue
-        if next(module.parameters(), None) is not None:
-            yield module
+        observes = isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel))
+        if id(module) not in others and not observes:
+            if next(module.parameters(), None) is not None:
+                yield module

@@ -30,11 +30,10 @@ from megacompile.runtime.device.buffers import TRIM_BYTES, trim_heap
 from megacompile.runtime.model import sharding, start
 from megacompile.runtime.model.ddp_checks import DdpChecks, refuse_moves
 from megacompile.runtime.model.program import Plans
-from megacompile.runtime.model.start import buffers_to, machine_of
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket, StateMemory
 from megacompile.runtime.params.proxies import (
     ParamSource,
     StreamedParameter,
@@ -44,10 +43,10 @@ from megacompile.runtime.params.proxies import (
 from megacompile.runtime.params.shared_memory import (
     are_parts,
     known_aliases,
+    moved_together,
     warn_of_aliases,
     with_aliases,
 )
-from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.swap import Proxies
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.validate import check_model
@@ -68,7 +67,7 @@ class ModelBuckets:
         self.ddp = DdpChecks(model, options)
         self._places: dict[int, tuple[Bucket, int]] = {}  # parameter id -> bucket, index
         # a pending backward holds the places, but not the model
-        self.machine = machine_of(options, functools.partial(_place, self._places))
+        self.machine = start.machine_of(options, functools.partial(_place, self._places))
         ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)
@@ -95,12 +94,8 @@ class ModelBuckets:
         packed.settle(self.model)
         self._twins = packed.twins(self.model)
         options, machine = self.options, self.machine
-        units = find_units(
-            self.model,
-            compute_dtype=options.compute_dtype,
-            ranks=options.ranks,
-            replicas=options.replicas,
-        )
+        dtype, ranks, replicas = options.compute_dtype, options.ranks, options.replicas
+        units = find_units(self.model, compute_dtype=dtype, ranks=ranks, replicas=replicas)
         # the leaves of packed parameters are frozen, parameters or not
         named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         params = {u.bucket.key: [named[place.name] for place in u.bucket.params] for u in units}
@@ -116,12 +111,12 @@ class ModelBuckets:
             refuse_moves(self.model, on_device, options.device.type)
             if contents is None and start.fills_later(named.values(), options.device):
                 filling = options.device, Background("megacompile-parameters")
+        places = Places.of(resident, params if machine.disk is not None else (), stored)
         if contents is not None:
             for unit in units:
                 key = unit.bucket.key
-                machine.buckets[key] = self._new_bucket(
-                    unit.bucket, params[key], stored=key in stored, empty=True
-                )
+                tier = Tier.DISK if key in stored else Tier.HOST
+                machine.buckets[key] = self._new_bucket(unit.bucket, params[key], tier, empty=True)
             contents.fill(list(machine.buckets.values()), options.progress)
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, options.progress, unit="B") as step:
@@ -130,11 +125,7 @@ class ModelBuckets:
                 key = unit.bucket.key
                 if contents is None or key in resident:
                     machine.buckets[key] = self._new_bucket(
-                        unit.bucket,
-                        params[key],
-                        resident=key in resident,
-                        stored=key in stored,
-                        filling=filling,
+                        unit.bucket, params[key], places[key].weights, filling=filling
                     )
                 step(unit.bucket.size_bytes)
                 kept += unit.bucket.size_bytes
@@ -145,28 +136,20 @@ class ModelBuckets:
             torch.cuda.empty_cache()  # the parameters' old memory
         machine.gradients.bind(machine.buckets)
         machine.slots.forget()
-        on_disk = machine.buckets.keys() if machine.disk is not None else ()
-        placement = Placement(Places.of(resident, on_disk, stored))
-        self.plans = Plans(PassCompiler(self.setting, units), placement)
+        self.plans = Plans(PassCompiler(self.setting, units), Placement(places))
         self._noted.clear()
         self._places.clear()
         for bucket in machine.buckets.values():
-            each = enumerate(bucket.params)
-            self._places.update((id(param), (bucket.whole, i)) for i, param in each)
+            for i, param in enumerate(bucket.params):
+                self._places[id(param)] = bucket.whole, i
         buffers_to(self.model, options.device)
         self._make_proxies()
 
     def _new_bucket(
-        self,
-        layout: Bucket,
-        params: Sequence[nn.Parameter],
-        *,
-        resident: bool = False,
-        stored: bool = False,
-        **filled: Any,
+        self, layout: Bucket, params: Sequence[nn.Parameter], tier: Tier, **filled: Any
     ) -> HostBucket:
-        """A bucket on the device, on the disk (`stored`) or on the host, with its parameters."""
-        options, machine = self.options, self.machine
+        """A bucket in a kind of memory, with its parameters."""
+        options, resident = self.options, tier is Tier.DEVICE
         pin = options.device.type == "cuda" and not resident
         return HostBucket(
             layout,
@@ -175,9 +158,9 @@ class ModelBuckets:
             grad_dtype=options.grad_dtype,
             pin_masters=pin and options.updates_on_device,
             resident=options.device if resident else None,
-            disk=machine.disk,
-            weights_on_disk=stored,
-            budget=machine.host_budget,
+            disk=self.machine.disk,
+            weights_on_disk=tier is Tier.DISK,
+            budget=self.machine.host_budget,
             rank=options.rank,
             **filled,
         )
@@ -185,7 +168,7 @@ class ModelBuckets:
     def _make_proxies(self) -> None:
         """Make the proxies last: if they fit the model, so does everything else, even after an
         interrupt."""
-        self.ddp.forget()
+        self.ddp.checked = None  # parameters may have moved
         self.follow_leaves()
         self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
@@ -205,11 +188,8 @@ class ModelBuckets:
         if replaced:
             params = [bucket.params[i] for bucket in replaced for i in bucket.replaced()]
             warn_of_aliases(self.model, are_parts(params), self)
-        self._note_fetches()
         self.move_if_wanted()
-        if not replaced:
-            return
-        for bucket in self.machine.buckets.values():  # some may have moved since
+        for bucket in self.machine.buckets.values() if replaced else ():  # some may have moved
             if bucket.is_replaced():
                 bucket.pending.settle()
                 if not self.machine.exchanged():
@@ -217,11 +197,13 @@ class ModelBuckets:
 
     def move_if_wanted(self) -> None:
         """Apply the plans' placement of buckets and states, unless a backward is pending."""
+        if len(self.notice.read) > len(self._noted):
+            self._note_fetches()
         now = self.plans.placement
-        if self.plans.wanted == now or self.machine.pending:
+        if self.plans.compiler.wants(now) == now or self.machine.pending:
             return
         with self.alone:
-            wanted = self.plans.wanted
+            wanted = self.plans.compiler.wants(now)
             moving = wanted.moving(now)
             if self.machine.links and not self.proxies.are_in:
                 self._make_proxies()  # drops the links of an abandoned forward
@@ -231,7 +213,7 @@ class ModelBuckets:
             why = now.stays or self.ddp.holds(params)
             if moving and why:
                 self.ddp.say(why)
-                self.plans.say_stays(why)  # from now on
+                self.plans.note(stays=why)  # from now on
                 self.plans.compiler.replan()
                 self.plans.expire()
             else:
@@ -246,18 +228,15 @@ class ModelBuckets:
 
     @torch.inference_mode(False)
     def _move(self, wanted: Placement) -> None:
-        """Moves the buckets to the given placement.
-
-        Gradients move with them; optimizer states move in the next step.
-        """
+        """Moves the buckets, with their gradients, to the given placement; optimizer states move in
+        the next step."""
         self.machine.slots.forget()  # frees memory for buckets that come to the device
         places = wanted.places
         first = places.weights_on_disk  # these free host memory
         with line("", self.options.progress):
             for key in sorted(self.machine.buckets, key=lambda key: key not in first):
                 weights, states, *_ = places[key]
-                resident, stored = weights is Tier.DEVICE, weights is Tier.DISK
-                undone(functools.partial(self.move_bucket, key, resident, stored=stored))
+                undone(functools.partial(self.move_bucket, key, weights))
                 bucket = self.machine.buckets[key]
                 on_disk = states is Tier.DISK and bucket.resident is None
                 disk = self.machine.disk if on_disk else None
@@ -274,31 +253,17 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
 
-    def move_bucket(
-        self,
-        key: int,
-        resident: bool,
-        undos: Undos,
-        *,
-        stored: bool = False,
-        reallocate: bool = False,
-    ) -> None:
-        """Move a bucket to the device or to the host; with `stored`, its parameters move on to the
-        disk; with `reallocate`, to new memory even if it lives there already. Call `moved` after
-        the last bucket."""
+    def move_bucket(self, key: int, tier: Tier, undos: Undos, *, reallocate: bool = False) -> None:
+        """Move a bucket's parameters; with `reallocate`, to new memory even if they live there
+        already. Call `moved` after the last bucket."""
         old = self.machine.buckets[key]
-        stored = stored and not resident
-        current = (old.resident is not None, old.on_disk is not None)
-        if current == (resident, stored) and not reallocate:
+        if old.tier is tier and not reallocate:
             return
-        where = "device" if resident else "disk" if stored else "host"
-        progress.now(f"moving parameters to the {where}")
+        progress.now(f"moving parameters to the {tier.name.lower()}")
         old.pending.settle()
         undos.append(functools.partial(show_again, [(p, p.grad) for p in old.params]))
         gradients = self.machine.gradients.take(key)
-        self.machine.buckets[key] = self._new_bucket(
-            old.whole, old.params, resident=resident, stored=stored
-        )
+        self.machine.buckets[key] = self._new_bucket(old.whole, old.params, tier)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
         for param in old.params:
             follow(param)
@@ -307,7 +272,7 @@ class ModelBuckets:
         layout, i = self._places[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
-        wrote = functools.partial(bucket.copy.take_back, i)
+        wrote = functools.partial(bucket.pending.take_back, i)
         resident = bucket.resident is not None
         return ParamSource(bucket.pending.wait, wrote, self.notice, copy, resident)
 
@@ -315,8 +280,8 @@ class ModelBuckets:
         """True if a parameter is in a bucket of this model."""
         return any(id(part) in self._places for part in (param, *parts_of(param)))
 
-    def disown(self) -> None:
-        """Drop all buckets, after the parameters have left them."""
+    def end(self) -> None:
+        """Undo the rest, after the parameters have left the buckets."""
         self._places.clear()
         self.ddp.end()
 
@@ -324,13 +289,6 @@ class ModelBuckets:
         """Release parameters that were removed from the model since its last call."""
         with self.alone, unguarded():
             self._adopt(fits=False)
-
-    def _anew(self) -> None:
-        """Take over again; each old bucket is freed while the next one is filled."""
-        self.proxies.forget()
-        self.machine.gradients.bind({})
-        now = self.plans.placement.places
-        self._take_over(now.resident, stored=now.weights_on_disk)
 
     def refresh(self, fits: bool, modules: Sequence[nn.Module]) -> None:
         """Bring the buckets up to date at the beginning of a call. `fits`: the modules have the
@@ -348,7 +306,7 @@ class ModelBuckets:
             if pending.left:
                 pending.check()  # code that restores it may read it, but not train with it
             if bucket.has_copy:
-                bucket.copy.refresh()
+                bucket.pending.refresh()
         buffers_to(self.model, self.options.device, modules)
 
     def follow_plans(self) -> None:
@@ -356,9 +314,9 @@ class ModelBuckets:
         it."""
         ddp = compat.ddp_around()
         if ddp is not None:
-            self.plans.say_stays(self.ddp.around(ddp))
+            self.plans.note(stays=self.ddp.around(ddp))
         if self.machine.in_backward is not None and self.machine.more_backwards:
-            self.plans.say_accumulates()
+            self.plans.note(accumulates=True)
         if (  # for the first time, a forward with a backward finds gradients on the device
             torch.is_grad_enabled()
             and self._keeps_gradients
@@ -366,10 +324,9 @@ class ModelBuckets:
             and not self.machine.pending
             and self.machine.gradients.on_device()
         ):
-            self.plans.say_accumulates()
+            self.plans.note(accumulates=True)
             if self.plans.compiler.find_gradients():
                 self.plans.expire()
-        self._note_fetches()
         self.move_if_wanted()
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
@@ -379,16 +336,11 @@ class ModelBuckets:
     def _note_fetches(self) -> None:
         """Tells plans which buckets eager code has read since the last call."""
         new = self.notice.read - self._noted
-        if not new:
-            return
         self._noted |= new
         read = [b for b in self.machine.buckets.values() if not new.isdisjoint(map(id, b.params))]
         if self.ddp.holds([param for bucket in read for param in bucket.params]):
             return  # these cannot move
-        trained = {
-            bucket.layout.key: [i for i, p in enumerate(bucket.params) if p.requires_grad]
-            for bucket in read
-        }
+        trained = {bucket.layout.key: list(bucket.grad_dtypes()) for bucket in read}
         layouts = [bucket.whole for bucket in read]
         self.plans.compiler.note_fetches(layouts, trained, self.plans.placement)
 
@@ -410,29 +362,42 @@ class ModelBuckets:
         warn_of_aliases(self.model, are_parts(p for p in moved if id(p) in known), self)
         warn_of_aliases(self.model, with_aliases(p for p in moved if id(p) not in known), self)
         fits = fits and not self.machine.exchanged()
-        if fits:
-            self._leave_to_others()
+        # reallocate buckets whose old memory other code still references: code that temporarily
+        # replaced `p.data` (with the average of an EMA) writes it back later
+        left = [key for key, b in self.machine.buckets.items() if fits and b.left_to_others()]
+        for key in left:
+            tier = self.machine.buckets[key].tier
+            undone(functools.partial(self.move_bucket, key, tier, reallocate=True))
+        if left:
+            self.moved()
         if not fits or not all(bucket.adopt() for bucket in buckets):
             stay = params - set(map(id, moved))
             named = (p for p in self._aliased(self.machine.buckets) if id(p) in stay)
             warn_of_aliases(self.model, named, self)
-            self._anew()
+            self.proxies.forget()
+            self.machine.gradients.bind({})
+            now = self.plans.placement.places
+            # each old bucket is freed while the next one is filled
+            self._take_over(now.resident, stored=now.weights_on_disk)
         else:
             self._make_proxies()  # a parameter's memory may have been moved
 
-    def _leave_to_others(self) -> None:
-        """Reallocate buckets whose old memory other code still references: code that temporarily
-        replaced `p.data` (with the average of an EMA) writes it back later."""
-        left = [key for key, bucket in self.machine.buckets.items() if bucket.left_to_others()]
-        for key in left:
-            old = self.machine.buckets[key]
-            resident, stored = old.resident is not None, old.on_disk is not None
-            del old  # its gradients and parameters move one by one
-            undone(
-                functools.partial(self.move_bucket, key, resident, stored=stored, reallocate=True)
-            )
-        if left:
-            self.moved()
+
+def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
+    """Move a model's buffers to the device; `modules`: all of its modules, if known."""
+    places = [
+        (holder, name, buffer)
+        for holder in compat.holders(modules or compat.modules_of(model), "buffers")
+        for name, buffer in holder.items()
+        if buffer is not None and buffer.device != device
+    ]
+    if not places:
+        return
+    stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer in several modules
+    moved = moved_together(list(stray.values()), lambda b: b.to(device))
+    made = dict(zip(stray, moved, strict=True))
+    for holder, name, buffer in places:
+        holder[name] = made[id(buffer)]
 
 
 def show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:

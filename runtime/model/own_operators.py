@@ -6,16 +6,14 @@
                                     at each use: half of the capture time of a layer with adapters
     output.requires_grad_(True)     a hook that is not captured: the graph breaks at each caller
 
-Ours replace torch's where Dynamo has made a size or a rate a symbol, which it does after two
-different values, and have torch's numbers: dropout draws the same ones and rounds the same way. Our
-product runs bitsandbytes' function itself, so tracing a stage sees its operations, once for each
-template.
+Ours replace torch's where Dynamo has made a size or a rate a symbol, after two different values,
+and have torch's numbers: dropout draws the same ones and rounds the same way. Our product runs
+bitsandbytes' function itself, so tracing a stage sees its operations, once for each template.
 
-transformers and PEFT register the hook on the embedding of a model with frozen weights, for
-reentrant checkpoints. An addition of -0.0 replaces it, which changes no bit and whose sum requires
-grad too. transformers adds another one each time checkpoints are enabled again, as TRL does in
-every step, and never removes it. Consecutive hooks have the effect of one, so a call keeps one:
-Dynamo would recapture the model whenever their number changes.
+transformers and PEFT register the hook on the embedding of a model with frozen weights. An addition
+of -0.0 replaces it, which changes no bit and whose sum requires grad too. transformers adds another
+one each time checkpoints are enabled again, as TRL does in every step. Consecutive hooks have the
+effect of one, so a call keeps one: Dynamo would recapture the model whenever their number changes.
 """
 
 from __future__ import annotations
@@ -41,36 +39,40 @@ def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) ->
     """Make Dynamo capture our functions and hooks until the undos run."""
     if _BITSANDBYTES in sys.modules:
         _replace_product(undos)
-    _replace_hooks(modules, device, undos)
+    found = [
+        (hooks, key)
+        for hooks in compat.holders(modules, "forward_hooks")
+        for key, hook in hooks.items()
+        if _is_ours(hook)
+    ]
+    if found:
+        _replace_hooks(found, device, undos)
     _tell_dynamo()
-    if not _is_on():
+    if not getattr(_HERE, "on", None):
         replace([vars(_HERE)], ["on"], [None], [True], undos)
 
 
 @functools.cache
 def _tell_dynamo() -> None:
-    compat.capture_dropout_as(dropout, _is_on)
+    def is_on() -> bool:
+        return bool(getattr(_HERE, "on", None))
+
+    compat.capture_dropout_as(dropout, is_on)
     for stock, own in _SIZED.items():
-        compat.capture_sized_as(stock, own, _is_on)
-
-
-def _is_on() -> bool:
-    return bool(getattr(_HERE, "on", None))
+        compat.capture_sized_as(stock, own, is_on)
 
 
 # Functions that read a size as an int.
 
 
-def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Any:
     """The function that Dynamo captures for `F.affine_grid`."""
-    result: Tensor = torch.ops.megacompile.affine_grid(theta, size, bool(align_corners))
-    return result
+    return torch.ops.megacompile.affine_grid(theta, size, bool(align_corners))
 
 
-def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Tensor:
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Any:
     """The function that Dynamo captures for `torch.linspace`."""
-    result: Tensor = torch.ops.megacompile.linspace(start, end, steps, dtype=dtype, device=device)
-    return result
+    return torch.ops.megacompile.linspace(start, end, steps, dtype=dtype, device=device)
 
 
 def max_pool1d(
@@ -114,10 +116,9 @@ def _backward_grid(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
 # Dropout.
 
 
-def dropout(x: Tensor, rate: float) -> Tensor:
+def dropout(x: Tensor, rate: float) -> Any:
     """The function that Dynamo captures for `F.dropout(x, rate)` in training."""
-    result: Tensor = torch.ops.megacompile.draw_dropout(x, rate)[0]
-    return result
+    return torch.ops.megacompile.draw_dropout(x, rate)[0]
 
 
 def _draw(x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
@@ -135,12 +136,11 @@ def _draw(x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     return x * drawn, drawn
 
 
-def _draw_backward(gradient: Tensor, drawn: Tensor, rate: float) -> Tensor:
+def _draw_backward(gradient: Tensor, drawn: Tensor, rate: float) -> Any:
     if drawn.dtype != torch.bool:
         return gradient * drawn
     scale = 0.0 if rate == 1 else 1 / (1 - rate)
-    found: Tensor = torch.ops.aten.native_dropout_backward(gradient, drawn, scale)
-    return found
+    return torch.ops.aten.native_dropout_backward(gradient, drawn, scale)
 
 
 def _empty_drawn(x: Tensor) -> Tensor:
@@ -230,40 +230,16 @@ def _replace_product(undos: Undos) -> None:
     state = getattr(getattr(package, "functional", None), "QuantState", None)
     if theirs is None or state is None or theirs in _OURS:
         return
-    ours = _made(theirs, state)
-    replace([vars(package)], [_PRODUCT], [theirs], [ours], undos)
+    replace([vars(package)], [_PRODUCT], [theirs], [_product(theirs, state)], undos)
 
 
 _OURS: set[Callable[..., Any]] = set()
 
 
 @functools.cache
-def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
-    """The replacement for `theirs`; it runs `theirs`."""
-    operator = _defined(theirs, state_class)
-
-    def matmul_4bit(
-        A: Tensor,  # the parameter names of `theirs`
-        B: Tensor,
-        quant_state: Any,
-        out: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        by_cpu = getattr(quant_state, "packing_format_for_cpu", False)  # another packing
-        if not torch.compiler.is_compiling() or out is not None or quant_state is None or by_cpu:
-            return theirs(A, B, quant_state, out=out, bias=bias)
-        nested = quant_state.state2
-        values = [getattr(quant_state, name) for name in _OF_STATE]
-        values += [None if nested is None else getattr(nested, name) for name in _OF_NESTED]
-        result: Tensor = operator(A, B, bias, *values)
-        return result
-
-    _OURS.add(matmul_4bit)
-    return matmul_4bit
-
-
-def _defined(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
-    """Define the operator. It has no kernel: tracing decomposes it."""
+def _product(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
+    """The replacement for `theirs`. It calls an operator that runs `theirs`, without a kernel:
+    tracing decomposes it."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *values: Any) -> Tensor:
         of_state = dict(zip(_OF_STATE, values, strict=False))
@@ -275,9 +251,25 @@ def _defined(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., 
     name = _PRODUCT + (f"_{len(_OURS)}" if _OURS else "")  # bitsandbytes, imported again
     _LIBRARY.define(name + _SCHEMA)
     _LIBRARY.impl(name, run, "CompositeImplicitAutograd")
-    packet = getattr(torch.ops.megacompile, name)
-    result: Callable[..., Tensor] = packet.default
-    return result
+    operator = getattr(torch.ops.megacompile, name).default
+
+    def matmul_4bit(
+        A: Tensor,  # the parameter names of `theirs`
+        B: Tensor,
+        quant_state: Any,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Any:
+        by_cpu = getattr(quant_state, "packing_format_for_cpu", False)  # another packing
+        if not torch.compiler.is_compiling() or out is not None or quant_state is None or by_cpu:
+            return theirs(A, B, quant_state, out=out, bias=bias)
+        nested = quant_state.state2
+        values = [getattr(quant_state, name) for name in _OF_STATE]
+        values += [None if nested is None else getattr(nested, name) for name in _OF_NESTED]
+        return operator(A, B, bias, *values)
+
+    _OURS.add(matmul_4bit)
+    return matmul_4bit
 
 
 # Hooks that make inputs require grad.
@@ -285,15 +277,9 @@ def _defined(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., 
 _NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transformers, PEFT
 
 
-def _replace_hooks(modules: Iterable[nn.Module], device: torch.device, undos: Undos) -> None:
-    found = [
-        (hooks, key)
-        for hooks in compat.holders(modules, "forward_hooks")
-        for key, hook in hooks.items()
-        if _is_ours(hook)
-    ]
-    if not found:
-        return
+def _replace_hooks(
+    found: list[tuple[dict[int, Any], int]], device: torch.device, undos: Undos
+) -> None:
     if len(found) > 1:
         for hooks in {id(hooks): hooks for hooks, _ in found}.values():
             _leave_out(hooks, undos)
@@ -319,14 +305,13 @@ def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
     keys = list(hooks)
     pairs = zip(keys, keys[1:], strict=False)
     again = {b: hooks[b] for a, b in pairs if _is_ours(hooks[a]) and _is_ours(hooks[b])}
+
+    def put_back() -> None:
+        hooks.update(again)
+        for key in dict.fromkeys([*keys, *hooks]):  # the original order
+            if key in hooks:
+                hooks[key] = hooks.pop(key)
+
     if again:
-        undos.append(functools.partial(_put_back, hooks, keys, again))
+        undos.append(put_back)
         deque(map(hooks.pop, again), maxlen=0)
-
-
-def _put_back(hooks: dict[int, Any], order: list[int], again: dict[int, Any]) -> None:
-    """Restore the removed hooks and the original order."""
-    hooks.update(again)
-    later = [key for key in hooks if key not in order]
-    for key in [*(key for key in order if key in hooks), *later]:
-        hooks[key] = hooks.pop(key)

@@ -59,22 +59,14 @@ class Plans:
         self.placement = placement
         self.version = 0  # plans of older versions are planned again at their next use
 
-    @property
-    def wanted(self) -> Placement:
-        """The placement of the buckets and their states from the next call on."""
-        return self.compiler.wants(self.placement)
-
     def expire(self) -> None:
         """Make every captured graph plan again at its next call."""
         self.version += 1
 
-    def say_stays(self, why: str) -> None:
-        """Record why buckets cannot move; plans report it from now on."""
-        self.placement = replace(self.placement, stays=why)
-
-    def say_accumulates(self) -> None:
-        """Count the gradients of micro-batches in plans from now on."""
-        self.placement = replace(self.placement, accumulates=True)
+    def note(self, **facts: Any) -> None:
+        """Record facts that plans heed from now on: why buckets cannot move (`stays`), or that
+        gradients of micro-batches count (`accumulates`)."""
+        self.placement = replace(self.placement, **facts)
 
     def step_down(self, machine: Machine, ran_out: str, where: str) -> None:
         """Plan with less memory, free the old plan's slots and all CUDA graphs, and warn. Raises
@@ -99,7 +91,6 @@ class Plans:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -170,7 +161,7 @@ class Program:
         # positions of parameters, of other tensors, and of symbols
         self.streamed = [k for k, item in enumerate(given) if isinstance(item, ParamInput)]
         self.tensors = [k for k, item in enumerate(given) if isinstance(item, TensorInput)]
-        self._numbers = [k for k, item in enumerate(given) if isinstance(item, NumberInput)]
+        self.numbers = [k for k, item in enumerate(given) if isinstance(item, NumberInput)]
         self.executors: dict[Variant, Executor] = {}
         self._planned: dict[Variant, Schedule] = {}  # without code yet
         self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # -> symbols' positions
@@ -215,9 +206,8 @@ class Program:
         """Plan the schedule of a variant, to which `executor` then adds code."""
         progress.now("planning the step")
         with _stages_own_ambient():
-            made = self.plans.compiler.plan(
-                self.stages, self.capture, variant, self.plans.placement
-            )
+            plans = self.plans
+            made = plans.compiler.plan(self.stages, self.capture, variant, plans.placement)
         self._planned[variant] = made
         return made
 
@@ -259,16 +249,17 @@ class Program:
 
     def holds(self, values: Sequence[int | float]) -> bool:
         """True if all of its code is valid for these values of the captured graph's symbols."""
-        return all(
-            fakes.holds(*[values[k] for k in positions]) for fakes, positions in self._fakes.items()
-        )
+        for fakes, positions in self._fakes.items():
+            if not fakes.holds(*map(values.__getitem__, positions)):
+                return False
+        return True
 
     def broken(self, values: Sequence[int | float]) -> str:
         """The relation that these values violate, and the code that requires it; "" if all hold."""
-        each = (
-            fakes.broken([values[k] for k in positions]) for fakes, positions in self._fakes.items()
-        )
-        return next(filter(None, each), "")
+        for fakes, positions in self._fakes.items():
+            if why := fakes.broken([values[k] for k in positions]):
+                return why
+        return ""
 
     def fixed(self) -> dict[int | float, str]:
         """The symbol values that its code is specialized on, and the code that requires them."""
@@ -290,9 +281,5 @@ class Program:
             return type(value)(self.number(item, args) for item in value)
         if not isinstance(value, Number):
             return value
-        given = dict(zip(self.capture.planned, self.values(args), strict=True))
+        given = dict(zip(self.capture.planned, [args[k] for k in self.numbers], strict=True))
         return compat.evaluated(value.expression, given)
-
-    def values(self, args: Sequence[Any]) -> list[int | float]:
-        """The symbols' values in a call."""
-        return [args[k] for k in self._numbers]

@@ -15,6 +15,7 @@ import torch
 from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
 from megacompile.host_memory import free_bytes
+from megacompile.ir.plan import Tier
 from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.program import first_line
 from megacompile.runtime.params.guards import unguarded
@@ -160,13 +161,14 @@ class Released:
         buckets = self.buckets
         if not keys:
             return
+        away = Tier.DISK if buckets.options.disk_weights else Tier.HOST
+        tier = Tier.DEVICE if resident else away
         optimizers = hooks.optimizers_of(self.updates)
         with unguarded(), compat.on_host():
             try:
                 for key in keys:
                     old = buckets.machine.buckets[key]
-                    stored = bool(buckets.options.disk_weights)
-                    undone(functools.partial(buckets.move_bucket, key, resident, stored=stored))
+                    undone(functools.partial(buckets.move_bucket, key, tier))
                     new = buckets.machine.buckets[key]
                     if new is not old:
                         move_states(old, new)

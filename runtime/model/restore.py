@@ -15,9 +15,8 @@ import torch
 from megacompile import compat
 from megacompile.errors import DeviceMemoryError, ModelError
 from megacompile.runtime.model.methods import restore_methods
-from megacompile.runtime.model.model_buckets import show_again
+from megacompile.runtime.model.model_buckets import buffers_to, show_again
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
-from megacompile.runtime.model.start import buffers_to
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
@@ -71,7 +70,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         buckets.follow_leaves()
         buffers_to(model, device)
         hooks.leave(streamed.updates, optimizers)
-        buckets.disown()
+        buckets.end()
         streamed.end()
         restore_methods(model)
         compat.set_compiled_call(model, None)
@@ -116,7 +115,7 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
 
 
 def _bytes(bucket: HostBucket) -> int:
-    """The memory that a bucket's parameters, gradients and states need."""
+    """Bytes of a bucket's parameters, gradients and states."""
     gradients = [p.grad for p in bucket.params if p.grad is not None]
     return sum(t.nbytes for t in (*bucket.values, *gradients)) + state_bytes(bucket)
 

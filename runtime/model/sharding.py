@@ -55,29 +55,29 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
             "before the first step, and load a checkpoint afterwards",
         )
     _check_alike(model, ranks)
-    _send_values(model, ranks)
+    # the first rank's values where they differ: they were initialised without a seed
+    named = [*model.parameters(), *model.buffers()]
+    tensors = [t for t in named if not t.is_meta and t.layout is torch.strided]
+    sums = ranks.all_gather_object([checksum(tensor) for tensor in tensors])
+    differ = [tensor for tensor, *each in zip(tensors, *sums, strict=True) if len(set(each)) > 1]
+    ranks.send_first(differ, f"values of {type(model).__name__}")
     made: dict[int, nn.Parameter] = {}
     for param, sites in sites_of(model):
-        whole = made[id(param)] = _sharded(param, ranks)
+        rows = -(-param.shape[0] // ranks.count)
+        shape = shard_shape(tuple(param.shape), ranks.rank, ranks.count)
+        first = min(rows * ranks.rank, param.shape[0])
+        if param.is_meta:
+            part = torch.empty(shape, dtype=param.dtype)
+        else:
+            part = param.detach().narrow(0, first, shape[0]).contiguous()
+        whole = made[id(param)] = compat.sharded_parameter(
+            part, ranks.mesh, ranks.placements, param.shape, requires_grad=param.requires_grad
+        )
         for holder, name in sites:
             holder[name] = whole
     for optimizer in optimizers:
-        _divide_states(optimizer, made)
-        into_groups(optimizer, made)
+        replace_params(optimizer, made, compat.distributed)
     return made
-
-
-def _sharded(param: nn.Parameter, ranks: Ranks) -> nn.Parameter:
-    rows = -(-param.shape[0] // ranks.count)
-    shape = shard_shape(tuple(param.shape), ranks.rank, ranks.count)
-    first = min(rows * ranks.rank, param.shape[0])
-    if param.is_meta:
-        part = torch.empty(shape, dtype=param.dtype)
-    else:
-        part = param.detach().narrow(0, first, shape[0]).contiguous()
-    return compat.sharded_parameter(
-        part, ranks.mesh, ranks.placements, param.shape, requires_grad=param.requires_grad
-    )
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
@@ -156,8 +156,21 @@ def optimizers_over(model: nn.Module) -> list[Optimizer]:
     return hooks.constructed(lambda param: id(param) in ids)
 
 
-def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
-    """Replace parameters with new ones, given by the ids of the old ones."""
+def replace_params(
+    optimizer: Optimizer,
+    made: Mapping[int, nn.Parameter],  # new parameters, by the ids of the old ones
+    change: Callable[
+        [torch.Tensor, nn.Parameter], torch.Tensor
+    ],  # of states of a parameter's shape
+) -> None:
+    """Replace parameters of an optimizer, with their states."""
+    for old in [param for param in optimizer.state if id(param) in made]:
+        new, states = made[id(old)], optimizer.state.pop(old)
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                if value.shape == old.shape or compat.is_sharded(value):
+                    states[key] = change(value, new)
+        optimizer.state[new] = states
     for group in optimizer.param_groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
 
@@ -174,19 +187,6 @@ def _check_states(caller: str, optimizer: Optimizer, model: nn.Module, instead: 
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
                     f"{instead}"
                 )
-
-
-def _divide_states(optimizer: Optimizer, made: dict[int, nn.Parameter]) -> None:
-    """Transfer the states of whole parameters to the sharded parameters."""
-    of_ours = [param for param in optimizer.state if id(param) in made]
-    for param in of_ours:
-        whole, states = made[id(param)], optimizer.state.pop(param)
-        optimizer.state[whole] = {
-            key: compat.distributed(state, whole)
-            if isinstance(state, torch.Tensor) and state.shape == param.shape
-            else state
-            for key, state in states.items()
-        }
 
 
 def _check_alike(model: nn.Module, ranks: Ranks) -> None:
@@ -214,16 +214,6 @@ def _look(tensor: torch.Tensor) -> str:
     on_meta = " on meta" if tensor.is_meta else ""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{layout}{on_meta}"
-
-
-def _send_values(model: nn.Module, ranks: Ranks) -> None:
-    """Broadcast the first rank's parameters and buffers if they differ, for example because they
-    were initialised without a seed. DistributedDataParallel does the same."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
-    sums = ranks.all_gather_object([checksum(tensor) for tensor in tensors])
-    differ = [tensor for tensor, *each in zip(tensors, *sums, strict=True) if len(set(each)) > 1]
-    ranks.send_first(differ, f"values of {type(model).__name__}")
 
 
 # The inverse: a shared model becomes whole in each rank, with new parameters again. A bucket is
@@ -259,19 +249,16 @@ class Gathering:
             made.append(new)
         replaced = {id(old): new for old, new in zip(params, made, strict=True)}
         for optimizer in self.optimizers:
-            for old in [p for p in optimizer.state if id(p) in replaced]:
-                states = optimizer.state.pop(old)
-                optimizer.state[replaced[id(old)]] = {
-                    name: self._whole(to_plain(value)) if compat.is_sharded(value) else value
-                    for name, value in states.items()
-                }
-            into_groups(optimizer, replaced)
+            replace_params(optimizer, replaced, self._whole_state)
             free_states(optimizer, made)
 
     def take_rest(self) -> None:
         """Make the parameters whole that were added since the last call and are in no bucket."""
         rest = [param for param in self._model.parameters() if compat.is_sharded(param)]
         self.take(rest, lambda param: param.grad)
+
+    def _whole_state(self, state: torch.Tensor, _: object) -> torch.Tensor:
+        return self._whole(to_plain(state)) if compat.is_sharded(state) else state
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """The full tensor of a DTensor, in its own memory: a collective."""

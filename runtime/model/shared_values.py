@@ -17,7 +17,7 @@ small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,7 @@ class Source(NamedTuple):
     what: str  # its name in errors
     tensor: torch.Tensor
     version: int
-    names: frozenset[str] = frozenset()  # of the saved values in its memory
-    input: str = ""  # an input's name in the schedule
+    names: frozenset[str]  # of the saved values in its memory
 
 
 class Readings(NamedTuple):
@@ -55,33 +54,31 @@ class Readings(NamedTuple):
 
 def shared(
     saved_values: dict[str, Any],
-    before: Readings,
-    inputs: Mapping[str, Any],
+    before: Readings,  # recorded before the forward
+    inputs: Mapping[str, Any],  # of the forward
     outputs: Iterable[Any],
+    # saved values that the plain model's backward would not keep, so changes to them are allowed
     borrowed: Collection[str] = (),
 ) -> list[Source]:
     """The sources that must not change between a forward and its backward.
 
     Saved values that alias other tensors become separate tensor objects: autograd sets an output's
     grad_fn, and the node holds the saved values.
-
-    Args:
-        before: recorded before the forward.
-        inputs: the forward's inputs, by name.
-        borrowed: saved values that the plain model's backward would not keep, so changes to them
-            are allowed.
     """
     saved = {k: value for k, value in saved_values.items() if isinstance(value, torch.Tensor)}
     memories = dict(zip(saved, _memories(saved.values()), strict=True))
     given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     left = [value for value in outputs if isinstance(value, torch.Tensor)]
-    every = [*_memories(given.values()), *_memories(before.constants.values()), *_memories(left)]
-    met = {*memories.values()}.intersection(every)
+    unchanged = {name: value for name, value in given.items() if name not in before.inputs}
+    named = {**unchanged, **before.inputs}
+    every = [*named.values(), *before.constants.values(), *left]
+    places = _memories(every)
+    met = {*memories.values()}.intersection(places)
     met.discard(0)  # tensors without elements
     if not met and not before.constants:
         return []
     touched = met.intersection(_memories(before.inputs.values()))
-    names_in: dict[int, set[str]] = {}
+    names_in: dict[int, set[str]] = {}  # names of saved values, by memory
     themselves: set[str] = set()  # inputs that are saved without a copy
     for name, memory in memories.items():
         if memory not in met:
@@ -95,52 +92,16 @@ def shared(
             themselves.add(name)
         else:
             names_in.setdefault(memory, set()).add(name)
+    whats = [(f"input {name}", {name} & themselves) for name in named]
+    whats += [("a constant", {name}) for name in before.constants]
+    whats += [("an output", set())] * len(left)
+    versions = [*_versions(unchanged.values()), *before.versions, *_versions(left)]
     kept: list[Source] = []
-    for memory, source in _sources(met, before, given, left):
-        names = source.names | names_in.get(memory, set())
-        if source.input in themselves:
-            names |= {source.input}
-        if names:
-            kept.append(source._replace(names=names))
+    for (what, own), tensor, version, memory in zip(whats, every, versions, places, strict=True):
+        if names := own | names_in.get(memory, set()):
+            tensor = tensor.detach() if what == "an output" else tensor  # without its graph
+            kept.append(Source(what, tensor, version, frozenset(names)))
     return kept
-
-
-def _sources(
-    met: Collection[int],
-    before: Readings,
-    given: Mapping[str, torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-) -> list[tuple[int, Source]]:
-    """The sources with their storages: those in `met`, and constants."""
-    unchanged = {name: value for name, value in given.items() if name not in before.inputs}
-    tensors, count = {**unchanged, **before.inputs}, len(before.inputs)
-    versions = [*_versions(unchanged.values()), *before.versions[:count]]
-    each = zip(tensors.items(), versions, _memories(tensors.values()), strict=True)
-    found = [
-        (memory, Source(f"input {name}", tensor, version, input=name))
-        for (name, tensor), version, memory in each
-        if memory in met
-    ]
-    constants, versions = before.constants, before.versions[count:]
-    each = zip(constants.items(), versions, _memories(constants.values()), strict=True)
-    found += [
-        (memory, Source("a constant", tensor, version, frozenset({name})))
-        for (name, tensor), version, memory in each
-    ]
-    return found + [
-        (memory, Source("an output", tensor.detach(), compat.version(tensor)))
-        for tensor, memory in zip(outputs, _memories(outputs), strict=True)
-        if memory in met
-    ]
-
-
-def changed(among: Iterable[Source], needed: Callable[[], Iterable[str]]) -> Source | None:
-    """The first source that was changed in place and holds a needed value."""
-    found = [source for source in among if compat.version(source.tensor) != source.version]
-    if not found:
-        return None
-    names = frozenset(needed())
-    return next((source for source in found if not names.isdisjoint(source.names)), None)
 
 
 def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
@@ -152,7 +113,4 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
 
 def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The addresses of all storages, quickly: there are hundreds, in every step."""
-    return list(map(_ADDRESS, map(_STORAGE, tensors)))
-
-
-_ADDRESS, _STORAGE = torch.UntypedStorage.data_ptr, torch.Tensor.untyped_storage
+    return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))

@@ -23,7 +23,6 @@ from megacompile.runtime.device.replay import CudaGraphs
 from megacompile.runtime.device.streams import DeviceSlots, Streams
 from megacompile.runtime.disk import Disk
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.on_device import DeviceUpdates
@@ -83,47 +82,25 @@ def first_that_fit(
 ) -> frozenset[int]:
     """The first buckets that fit, with gradients and states, into `options.resident` bytes."""
     assert options.resident is not None
-    cost = OptimizerCost.of(options)
-    chosen: list[int] = []
-    left: float = options.resident
+    cost, left, chosen = OptimizerCost.of(options), float(options.resident), set[int]()
     for unit in units:
         places = enumerate(unit.bucket.params)
         trained = [i for i, place in places if named[place.name].requires_grad]
         left -= cost.resident_bytes(unit.bucket, trained)
         if left < 0:
             break
-        chosen.append(unit.bucket.key)
+        chosen.add(unit.bucket.key)
     return frozenset(chosen)
 
 
 def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """True if parameters are copied to their buckets in the background.
-
-    Host pages take time to allocate and to pin for a GPU; without a GPU the background saves
-    nothing. If the values come from the GPU, the same amount must be free there: otherwise the next
-    allocation (another model, for example) would fail.
-    """
+    """True if parameters are copied to their buckets in the background: pages that are pinned for a
+    GPU take time. If the values come from the GPU, as much must be free there: the next allocation
+    (another model, for example) could fail otherwise."""
     if device.type != "cuda":
         return False
     on_gpu = sum(param.nbytes for param in params if param.device.type == "cuda")
     return on_gpu <= compat.free_device_bytes(device)
-
-
-def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
-    """Move a model's buffers to the device; `modules`: all of its modules, if known."""
-    places = [
-        (holder, name, buffer)
-        for holder in compat.holders(modules or compat.modules_of(model), "buffers")
-        for name, buffer in holder.items()
-        if buffer is not None and buffer.device != device
-    ]
-    if not places:
-        return
-    stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer in several modules
-    moved = shared_memory.moved_together(list(stray.values()), lambda b: b.to(device))
-    made = dict(zip(stray, moved, strict=True))
-    for holder, name, buffer in places:
-        holder[name] = made[id(buffer)]
 
 
 def weights_on_disk(

@@ -24,7 +24,7 @@ from megacompile.plan.setting import Setting
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.model import own_operators
-from megacompile.runtime.model.captures import Captures, OutsideNotice
+from megacompile.runtime.model.captures import Captures
 from megacompile.runtime.model.methods import (
     ClassMethods,
     ModuleCall,
@@ -40,7 +40,7 @@ from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.looks import parameter_of
 from megacompile.runtime.params.proxies import StreamedParameter, as_gradient_of
 from megacompile.runtime.params.swap import StandIns
-from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
+from megacompile.runtime.params.undo import Undos, hold, replace, undone, use_unguarded
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
@@ -75,16 +75,13 @@ class StreamedModel:
         self.released = Released(self.buckets, self.updates)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(
-                options.optimizer,
-                self.updates.parts.in_backward,
-                self.machine.staging,
+                options.optimizer, self.updates.parts.in_backward, self.machine.staging
             )
             hooks.attach(options.optimizer)
         self._ends: list[Callable[[], object]] = []
         self._methods = ClassMethods(model)
         self._compiled: dict[State, Callable[..., Any]] = {}
         self.parts = ModuleCalls(model, self)
-        self._outside = OutsideNotice(model, self.machine)
         bind_operators()
         self.called = False
         LIVE.add(self)
@@ -97,7 +94,7 @@ class StreamedModel:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if tracer := compat.tracer_around():
             self._refuse(tracer)
-        return self.call_module(self.model, self._compiled, args, kwargs)
+        return undone(functools.partial(self.call_module, self.model, self._compiled, args, kwargs))
 
     def call_module(
         self,
@@ -105,13 +102,31 @@ class StreamedModel:
         compiled: dict[State, Callable[..., Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        undos: Undos,
     ) -> Any:
         """Call the model, or a module in it, which has its captures for each state of its classes'
         methods in `compiled`."""
+        hold(self.buckets.alone, undos)
+        undos.append(self.buckets.notice.forget)
+        if self.released.depth or self.released.away:
+            self.released.check()
+        self.called = True
         state = self._methods.state()
         if state not in compiled:
             compiled[state] = self._compile(module)
-        return undone(functools.partial(self._undone, compiled[state], args, kwargs))
+        modules = compat.modules_of(self.model)
+        stand_ins = undone(functools.partial(self._adopt, modules, undos))
+        if compat.in_transform() and not compat.given_to_functional_call():
+            self._refuse("torch.func")
+        device, computes_in = self.options.device, self.options.compute_dtype
+        for value in compat.leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and (
+                value.device != device or (computes_in and value.dtype == torch.float32)
+            ):
+                args, kwargs = shared_memory.moved(args, kwargs, self._to_device)
+                break
+        run = functools.partial(self._run, stand_ins, modules, args, kwargs)
+        return self.captures.call(run, compiled[state], modules)
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         """A call of the model, or of a module in it, for Dynamo to capture."""
@@ -140,25 +155,6 @@ class StreamedModel:
             "parameters; use a plain model there: copy.deepcopy(model)"
         )
 
-    def _undone(
-        self,
-        compiled: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        undos: Undos,
-    ) -> Any:
-        hold(self.buckets.alone, undos)
-        undos.append(self.buckets.notice.forget)
-        self.released.check()
-        self.called = True
-        modules = compat.modules_of(self.model)
-        stand_ins = undone(functools.partial(self._adopt, modules, undos))
-        if compat.in_transform() and not compat.given_to_functional_call():
-            self._refuse("torch.func")
-        args, kwargs = shared_memory.moved(args, kwargs, self._is_there, self._to_device)
-        run = functools.partial(self._run, stand_ins, modules, args, kwargs)
-        return self.captures.call(run, compiled, modules)
-
     def _run(
         self,
         stand_ins: StandIns | None,
@@ -173,7 +169,7 @@ class StreamedModel:
         own_operators.swap_in(modules, self.options.device, undos)
         if stand_ins is not None:
             stand_ins.put_in(self._stand_in, undos)
-        self.parts.take_out(undos)
+        replace(*self.parts.columns, undos)  # the modules' plain calls
         self.buckets.proxies.swap_in(undos)
         return call(*args, **kwargs)
 
@@ -197,8 +193,9 @@ class StreamedModel:
 
     def refuse_in_use(self, caller: str, *, in_backward: bool = True) -> None:
         """Raise during a call of this model in this thread, or during a backward."""
-        where = "a backward" if in_backward and self.machine.run else ""
-        if where := "a call" if self._is_in_a_call() else where:
+        is_called = self._is_in_a_call()
+        if is_called or (in_backward and self.machine.run):
+            where = "a call" if is_called else "a backward"
             raise ModelError(
                 f"{caller}: {type(self.model).__name__} is in the middle of {where}; call it "
                 "between two steps"
@@ -221,9 +218,10 @@ class StreamedModel:
 
     def _before_step(self) -> None:
         """Called when an optimizer's step begins."""
-        self.released.check()
+        if self.released.depth or self.released.away:
+            self.released.check()
         self.buckets.before_step()
-        self._outside.say(self.captures.graphs, is_known=self.buckets.notice.used)
+        self.captures.warn_of_outside_uses()
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
         """Adopt changes; returns the tensors of a functional call."""
@@ -246,15 +244,10 @@ class StreamedModel:
         self.buckets.follow_plans()
         return stand_ins
 
-    def _casts(self, value: torch.Tensor) -> bool:
-        return self.options.compute_dtype is not None and value.dtype == torch.float32
-
-    def _is_there(self, value: torch.Tensor) -> bool:
-        """True if an input is on the device, in the dtype of the computation."""
-        return value.device == self.options.device and not self._casts(value)
-
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
-        cast = value.to(self.options.compute_dtype) if self._casts(value) else value
+        """An input on the device, in the dtype of the computation; the same object if it is."""
+        dtype = self.options.compute_dtype if value.dtype == torch.float32 else None
+        cast = value if dtype is None else value.to(dtype)
         moved = cast if cast.device == self.options.device else cast.to(self.options.device)
         return compat.keep_dynamic_marks(value, moved)
 
@@ -279,8 +272,6 @@ def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
                 "outermost module that is called (copy.deepcopy of the other is a plain module)"
             )
 
-
-# The owner of a parameter: the one megacompiled model whose buckets hold it.
 
 LIVE: WeakIdSet[StreamedModel] = WeakIdSet()
 

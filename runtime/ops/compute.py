@@ -18,7 +18,7 @@ from megacompile.runtime.device.replay import Replay
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.machine import Group, OpGroup, handles
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.work import InFlight
+from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates import on_device
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import Sources, UpdateBuffers

@@ -136,7 +136,7 @@ class Executor:
     def _marks(self) -> dict[int, tuple[int, Callable[[], bool]]]:
         """The buckets that a forward without a backward leaves for the next forward, by slot."""
         with unguarded():
-            each = [(i, key, self.machine.buckets[key].copy.mark()) for i, key in self._stays]
+            each = [(i, key, self.machine.buckets[key].pending.mark()) for i, key in self._stays]
         return {i: (key, mark) for i, key, mark in each if mark is not None}
 
     def is_left(self) -> bool:

@@ -28,8 +28,8 @@ from megacompile.runtime.disk import Disk, Request
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
+from megacompile.runtime.params.pending import Fill, InFlight
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.params.work import Fill, InFlight
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging

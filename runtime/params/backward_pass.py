@@ -228,37 +228,39 @@ class BackwardPass:
         Waits for the copies to the host, except for buckets that the device will update: their
         gradients are guarded, and the first reader waits.
         """
-        records = self.records
-        taken = [place for place, record in records.items() if record.in_bucket]
-        updated = [(place, record) for place, record in records.items() if record.updated]
+        records, taken, updated, settled = self.records, list[ParamId](), list[ParamId](), True
+        for place, record in records.items():
+            if record.in_bucket:
+                taken.append(place)
+                settled = settled and record.before is None
+            if record.updated:
+                updated.append(place)
         in_place = self._in_place(taken)
         lazy = self._lazy(in_place) if self.norms else set[int]()
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
-        norms = [record.norms for _, record in updated if record.norms is not None]
+        norms = filter(None, (records[place].norms for place in updated))
         # norms reference this object, not the gradients, whose memory the next ones reuse
-        totals = [*self.norms.values(), *norms]
-        rows: Rows = Norms.rows if self.ranks is None else over_ranks(self.ranks, totals)
-        for (key, i), record in updated:
-            bucket, norms_of = self.buckets[key], record.norms
-            of_it = None
+        rows: Rows = Norms.rows
+        if self.ranks is not None:
+            rows = over_ranks(self.ranks, [*self.norms.values(), *norms])
+        for key, i in updated:
+            bucket, norms_of, of_it = self.buckets[key], records[key, i].norms, None
             if norms_of is not None:
                 of_it = partial(_of_one, rows, norms_of, norms_of.indices.index(i))
             take(bucket.params[i], bucket.layout.params[i].name, of_it)
-        replaced = [at for at in taken if records[at].before is not None]
-        if replaced or len(in_place) < len(taken):
+        if not settled or len(in_place) < len(taken):
             for place in sorted(taken):
                 self._settle_down(place)
             in_place = self._in_place(taken)
         if self.ranks is not None and self.ranks.replicas > 1:
             self._sum(self.ranks)
-        quiet = {place for place in in_place if not records[place].watched}
         for key, norms_of in self.norms.items():
             for k, i in enumerate(norms_of.indices):
-                if (key, i) in quiet:
+                if (key, i) in in_place and not records[key, i].watched:
                     self._serve(key, i, partial(_of_one, rows, norms_of, k), lazy=key in lazy)
         if self.folds:
-            self._fold(quiet)
+            self._fold({place for place in in_place if not records[place].watched})
         records.clear()
 
     def _sum(self, ranks: Ranks) -> None:
@@ -284,8 +286,10 @@ class BackwardPass:
         """The gradients among these that are in place in the buckets: usually all, so checks all of
         them at once first."""
         buckets, address = self.buckets, torch.Tensor.data_ptr
-        theirs: list[Any] = [buckets[key].params[i].grad for key, i in taken]
-        ours: list[Any] = [buckets[key].grads.get(i) for key, i in taken]
+        theirs, ours = list[Any](), list[Any]()
+        for key, i in taken:
+            theirs.append(buckets[key].params[i].grad)
+            ours.append(buckets[key].grads.get(i))
         if (
             {torch.Tensor}.issuperset(map(type, chain(theirs, ours)))
             and {torch.strided}.issuperset(map(attrgetter("layout"), theirs))

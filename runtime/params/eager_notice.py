@@ -7,7 +7,7 @@ unless it lives on the device: correct, but slow.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -76,13 +76,20 @@ class EagerNotice:
             return
         if self._said and compat.uncaptured() == self._uncaptured:
             return
-        frames = _frames_of_user_code()
-        if frames and not self._place:
-            name = compat.users_name(frames[0].f_code.co_name)
-            self._place = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno} ({name})"
-            self._cause = _cause(frames)
-        if frames:
-            self._params.add(id(param))
+        # the stack outward from the innermost line outside of megacompile and torch
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and not compat.is_of_capture(frame):
+            if compat.is_of_user(frame):
+                break
+            frame = frame.f_back
+        else:  # in a captured graph or in Dynamo
+            return
+        self._params.add(id(param))
+        if not self._place:
+            code = frame.f_code
+            place = f"{code.co_filename}:{frame.f_lineno}"
+            self._place = f"{place} ({compat.users_name(code.co_name)})"
+            self._cause = _cause(frame)
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
         """Warn after a call of what it read in eager mode, once per cause. Default: the reason that
@@ -111,24 +118,13 @@ def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
     )
 
 
-def _frames_of_user_code() -> list[FrameType]:
-    """The stack outward from the innermost line outside of megacompile and torch; empty in a
-    captured graph or in Dynamo."""
-    frame: FrameType | None = sys._getframe(1)
-    found: list[FrameType] = []
-    while frame is not None:
-        if not found and compat.is_of_capture(frame):
-            return []
-        if found or compat.is_of_user(frame):
-            found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-def _cause(frames: Sequence[FrameType]) -> str:
-    """The reason why the code called by these frames (innermost first) was not captured."""
+def _cause(innermost: FrameType) -> str:
+    """The reason why the code called by this frame was not captured."""
     if switch := compat.capture_is_off():
         return f"capture is disabled by {switch}; leave that out"
+    frames = [innermost]
+    while (outer := frames[-1].f_back) is not None:
+        frames.append(outer)
     breaks = tuple(compat.graph_breaks())
     lines = {(b.file, b.line): b for b in reversed(breaks)}
     for frame in frames:
@@ -137,10 +133,10 @@ def _cause(frames: Sequence[FrameType]) -> str:
             return _of_break(found)
         if failed := compat.untraced(code):
             return untraced_text(failed)
-    for frame in frames:
-        its = {(frame.f_code.co_filename, line) for _, _, line in frame.f_code.co_lines()}
+    for code in [frame.f_code for frame in frames]:
+        own = {(code.co_filename, line) for _, _, line in code.co_lines()}
         for found in breaks:
-            if (found.file, found.line) in its:
+            if (found.file, found.line) in own:
                 return _of_break(found)
     return "Dynamo did not capture it; TORCH_LOGS=graph_breaks shows why"
 

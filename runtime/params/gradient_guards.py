@@ -95,15 +95,10 @@ class GradientGuard(Guard):
         release(tensor)
         self.check(tensor)
         factor = self.scale if self.factor is None else self.factor
-        if self.is_scaled:
+        if factor is self.factor or factor != 1.0:
             self.scale, self.factor = 1.0, None
             with torch.no_grad():
                 tensor.mul_(factor)
-
-    @property
-    def is_scaled(self) -> bool:
-        """True if a recorded factor is not applied yet."""
-        return self.factor is not None or self.scale != 1.0
 
     def settle(self) -> None:
         """Wait until no background work reads or writes it."""
@@ -114,7 +109,8 @@ class GradientGuard(Guard):
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise if a scaled gradient was changed without its guard: by autograd, in C++."""
-        if self.is_scaled and compat.version(tensor) != self.version:
+        is_scaled = self.factor is not None or self.scale != 1.0
+        if is_scaled and compat.version(tensor) != self.version:
             raise BackwardError(
                 f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
                 "outside of the model added to it; call that backward before you clip"
@@ -256,13 +252,16 @@ def _known(tensor: Any) -> GradientGuard | None:
 
 def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
     """The guard of a lazy or folded gradient; None for any other."""
-    who = guard_of(tensor)
-    is_lazy = who is not None and who.state in (GuardState.LAZY, GuardState.FOLDED)
-    return who if is_lazy else None  # type: ignore[return-value]
+    who = _known(tensor)
+    return who if who and who.state in (GuardState.LAZY, GuardState.FOLDED) else None
 
 
 def is_taken(gradient: torch.Tensor | None) -> bool:
     return state_of(gradient) is GuardState.TAKEN
+
+
+def is_unsummed(gradient: torch.Tensor | None) -> bool:
+    return state_of(gradient) is GuardState.UNSUMMED
 
 
 def take(
@@ -289,10 +288,6 @@ def follow(param: nn.Parameter) -> None:
     if gradient.device != param.device:
         param.grad = None
         take(param, who.name, who.norms)
-
-
-def is_unsummed(gradient: torch.Tensor | None) -> bool:
-    return state_of(gradient) is GuardState.UNSUMMED
 
 
 def leave_unsummed(param: nn.Parameter, name: str) -> None:

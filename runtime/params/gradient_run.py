@@ -22,39 +22,12 @@ from megacompile.runtime.params.backward_pass import (
     Others,
     ParamUse,
     Wish,
+    lies_in_bucket,
 )
 from megacompile.runtime.params.parameter_gradients import Gradients, Users, is_there
 
 _OTHERS, _SEVERAL = attrgetter("others"), attrgetter("several")
 _BY_GRAPHS = frozenset((ParamUse(Wish.ACCUMULATE, Others.GRAPHS),))
-
-
-def _unusual(
-    gradients: Gradients, places: tuple[ParamId, ...], users: Sequence[Users]
-) -> dict[ParamId, ParamUse]:
-    """The parameters with other users, and those whose gradients are not simply accumulated."""
-    others = frozenset[int]().union(*map(_OTHERS, users))
-    several = frozenset[int]().union(*map(_SEVERAL, users))
-    ends = gradients.ends(places)
-    alone = others.isdisjoint(ends.ids) and several.isdisjoint(ends.ids)
-    if users and alone and not ends.hooked and ends.all_run:
-        return {}
-    found: dict[ParamId, ParamUse] = {}
-    for place in places:
-        param, end = gradients.param(place), gradients.end(place)
-        if not param.requires_grad:  # frozen since the forward
-            found[place] = ParamUse(Wish.NONE)
-            continue
-        runs = compat.accumulates_into(end.node)
-        wish = {None: Wish.RETURN, False: Wish.NONE, True: Wish.ACCUMULATE}[runs]
-        if wish is Wish.ACCUMULATE and end.hooked:
-            wish = Wish.SHOW
-        by = Others.GRAPHS if id(param) in several else Others.NONE
-        if not users or id(param) in others:
-            by = Others.CODE
-        if (use := ParamUse(wish, by)) != USUAL:
-            found[place] = use
-    return found
 
 
 class GradientRun:
@@ -72,10 +45,31 @@ class GradientRun:
         self._of = gradients
         self.backward = gradients.backward_pass()
         self.observed = observed
-        self.unusual = _unusual(gradients, places, users)
         self.records: dict[ParamId, GradientRecord] = {}  # records of the schedule's gradients
         self._sent: set[int] = set()  # buckets with copies in flight
         self.all_first = False  # True if all routes are WRITE and none is read before the end
+        # parameters with other users, and those whose gradients are not simply accumulated
+        self.unusual: dict[ParamId, ParamUse] = {}
+        others = frozenset[int]().union(*map(_OTHERS, users))
+        several = frozenset[int]().union(*map(_SEVERAL, users))
+        ends = gradients.ends(places)
+        alone = others.isdisjoint(ends.ids) and several.isdisjoint(ends.ids)
+        if users and alone and not ends.hooked() and ends.all_run():
+            return
+        for place in places:
+            param, end = gradients.param(place), gradients.end(place)
+            if not param.requires_grad:  # frozen since the forward
+                self.unusual[place] = ParamUse(Wish.NONE)
+                continue
+            runs = compat.accumulates_into(end.node)
+            wish = {None: Wish.RETURN, False: Wish.NONE, True: Wish.ACCUMULATE}[runs]
+            if wish is Wish.ACCUMULATE and end.hooked():
+                wish = Wish.SHOW
+            by = Others.GRAPHS if id(param) in several else Others.NONE
+            if not users or id(param) in others:
+                by = Others.CODE
+            if (use := ParamUse(wish, by)) != USUAL:
+                self.unusual[place] = use
 
     def asked(self) -> set[ParamId]:
         """The parameters whose gradients cannot stay on the device."""
@@ -87,8 +81,15 @@ class GradientRun:
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients, before the schedule runs; True if the device must
         accumulate into existing ones."""
-        places = [(key, i) for key, params in wanted.items() for i in params]
-        self.all_first = self._are_first(places)
+        places = tuple([(key, i) for key, params in wanted.items() for i in params])
+        # True if no gradient exists yet, and no other code contributes to one or reads one: the
+        # quick check for every parameter in every step. Other graphs may contribute later
+        self.all_first = (
+            not (self.observed or len(self._of.passes) > 1)
+            and _BY_GRAPHS.issuperset(self.unusual.values())
+            and self.backward.records.keys().isdisjoint(places)
+            and self._of.ends(places).without_gradients()
+        )
         self._of.prepare(wanted, self.backward, fresh=self.all_first)
         if self.all_first:
             self.records = {place: GradientRecord() for place in places}  # calls no Python function
@@ -104,26 +105,10 @@ class GradientRun:
             for place, record in self.records.items()
             if record.route is GradRoute.SEPARATE and record.use.wish is not Wish.RETURN
         )
-        more = {
-            place[0]
-            for place, record in self.records.items()
-            if record.route is GradRoute.ACCUMULATE_SAME_PASS
-        }
+        same_pass = GradRoute.ACCUMULATE_SAME_PASS
+        more = {place[0] for place, record in self.records.items() if record.route is same_pass}
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
         return any(record.route.adds for record in self.records.values())
-
-    def _are_first(self, places: Sequence[ParamId]) -> bool:
-        """True if no gradient exists yet, and no other code contributes to one or reads one. The
-        quick check for every parameter in every step. Other graphs may contribute later."""
-        return (
-            not (
-                self.observed
-                or self._of.several_passes
-                or not _BY_GRAPHS.issuperset(self.unusual.values())
-                or not self.backward.records.keys().isdisjoint(places)
-            )
-            and self._of.ends(tuple(places)).without_gradients
-        )
 
     def _begin(self, place: ParamId, record: GradientRecord) -> None:
         record.use = self.unusual.get(place, USUAL)
@@ -139,14 +124,16 @@ class GradientRun:
             record.route = GradRoute.SEPARATE  # busy: in another thread's backward()
         elif not is_there(gradient):
             record.route = GradRoute.WRITE
-        elif gradient.layout is not torch.strided or not self._of.is_ours(place):
+        elif gradient.layout is not torch.strided or not lies_in_bucket(
+            self._of.buckets[place[0]], place[1]
+        ):
             record.joined = True
             memory = self._of.buckets[place[0]].grads.get(place[1])
             is_free = memory is None or compat.storage_users(memory) == 1  # only by the bucket
             record.route = GradRoute.WRITE if is_free else GradRoute.SEPARATE
         elif (
             by_code
-            or self._of.end(place).hooked_before
+            or self._of.end(place).hooked_before()
             # autograd adds their sum to `p.grad`
             or (self._of.exact and record.use.others is Others.GRAPHS)
         ):
@@ -162,9 +149,8 @@ class GradientRun:
 
     def note_sums(self, *, defers: bool) -> None:
         """Record that the schedule sums over replicas, or defers the sum."""
-        if self._of.ranks is not None and self._of.ranks.replicas > 1:
-            for record in filter(_is_ours, self.records.values()):
-                record.summed = not defers
+        for record in filter(_is_ours, self.records.values()):
+            record.summed = not defers
 
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """The same as `start` for a backward that updates: it consumes existing gradients."""
@@ -264,8 +250,8 @@ class GradientRun:
         """The gradients for autograd, after the schedule has been issued: autograd can adopt them
         without a copy, because no other reference to these tensors exists."""
         of, found = self._of, dict[ParamId, torch.Tensor]()
-        first = self.all_first and not of.several_passes
-        if first and of.ends(tuple(self.records)).without_gradients:
+        first = self.all_first and len(of.passes) < 2
+        if first and of.ends(tuple(self.records)).without_gradients():
             for place, record in self.records.items():
                 record.memory = memory = of.buckets[place[0]].grads[place[1]]
                 record.in_bucket = record.first = True
@@ -279,7 +265,7 @@ class GradientRun:
 
     def _others_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The same, for gradients that may be read, or be added to `p.grad`."""
-        if self._of.several_passes or any(self._is_read(*item) for item in self.records.items()):
+        if len(self._of.passes) > 1 or any(self._is_read(*item) for item in self.records.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
         found = {}

@@ -29,7 +29,7 @@ class GuardState(enum.Enum):
     """The state of a guarded tensor, which determines the effect of its first use. Without a guard
     it is plain."""
 
-    # a parameter, an optimizer state or a gradient (`pending.MemoryGuard`)
+    # a parameter, an optimizer state or a gradient (`MemoryGuard`)
     WATCHED = enum.auto()  # a use marks copies (on the device, in another dtype) as possibly stale
     OFFERED = enum.auto()  # a use withdraws the backward's result that was offered to the next step
     IN_FLIGHT = enum.auto()  # a use waits for background work that reads or writes it
@@ -55,6 +55,43 @@ class Guard:
         """The result of a function over guarded tensors, computed without reading all their data;
         `NotImplemented` to decline."""
         raise NotImplementedError
+
+
+class MemoryGuard(Guard):
+    """The guard of tensors in the memory of a bucket: parameters, states, gradients."""
+
+    __slots__ = ("work",)
+
+    def __init__(
+        self,
+        state: GuardState,  # WATCHED, OFFERED or IN_FLIGHT
+        work: Any,  # the bucket's `Pending`
+    ) -> None:
+        self.state = state
+        self.work = work
+
+    def open(self, tensor: torch.Tensor) -> None:
+        """Wait for the work or withdraw the offer; copies of a parameter may be stale then."""
+        if self.state is GuardState.IN_FLIGHT:
+            self.work.wait()
+        elif self.state is GuardState.OFFERED:
+            self.work.withdraw()
+        if guard_of(tensor) is self or state_of(tensor) is not GuardState.IN_FLIGHT:
+            release(tensor)  # otherwise another thread has started new work
+        self.work.forget(tensor)
+
+    @staticmethod
+    def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Overwrite a torn tensor. The guard stays: a save checks the other tensors."""
+        who = guard_of(args[0]) if function in compat.OVERWRITING else None
+        if not isinstance(who, MemoryGuard) or who.state is not GuardState.IN_FLIGHT:
+            return NotImplemented
+        if not who.work.is_torn():
+            return NotImplemented
+        for other in args[1:]:
+            opened(other)
+        who.work.forget(args[0])
+        return function(*args, **kwargs)
 
 
 class Absent:

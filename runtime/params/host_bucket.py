@@ -6,22 +6,25 @@ Host buffers are exact-size and page-locked; a resident bucket's buffers are on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from weakref import ref
+from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from megacompile import compat, notices
 from megacompile.ir.buckets import Bucket, Param, mirrored
+from megacompile.ir.plan import Tier
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import DeviceBuffer, DiskBuffer, HostBudget, HostBuffer
 from megacompile.runtime.disk import Disk, Way
+from megacompile.runtime.optim.blockwise import absmax_numel
+from megacompile.runtime.optim.rule import State
 from megacompile.runtime.params.guards import guard_of, release, unguarded
-from megacompile.runtime.params.pending import Pending, StreamedCopy
-from megacompile.runtime.params.state_memory import NewStates, StateMemory
-from megacompile.runtime.params.work import Fill
+from megacompile.runtime.params.pending import Fill, Pending
 
+StateDtype = torch.dtype | str  # or "int8"
 OWN_USERS = 3  # users of a parameter's memory: the bucket, the parameter, its proxy
 
 
@@ -29,8 +32,7 @@ class HostBucket:
     """A bucket's memory: parameters, gradients (once they exist) and optimizer states.
 
     `layout` describes the streamed buffer. If it is a copy in `compute_dtype`, the parameters (the
-    masters) have separate memory, and `copy` is kept in sync with them. `pending` is the work in
-    flight.
+    masters) have separate memory, and `pending` keeps it in sync with them.
 
     If several ranks share the parameters, this is one rank's part: `layout` describes its rows, and
     `whole` the full parameters. The parameters are DTensors then.
@@ -86,8 +88,7 @@ class HostBucket:
         self._strides = [value.stride() for value in self.values]
         self.grads: dict[int, torch.Tensor] = {}
         self.states = StateMemory(self)
-        self.copy = StreamedCopy(self)
-        self.pending = Pending(self.params, self.copy, functools.partial(_owners, ref(self)))
+        self.pending = Pending(self)
         for param in self.params:
             release(param)
         self._empty = empty
@@ -96,6 +97,13 @@ class HostBucket:
         elif not empty:
             self._take()
             self._settle_in()
+
+    @property
+    def tier(self) -> Tier:
+        """The memory that its parameters are in."""
+        if self.resident is not None:
+            return Tier.DEVICE
+        return Tier.HOST if self.on_disk is None else Tier.DISK
 
     def _make_masters(self) -> None:
         """Allocate the parameters apart from their streamed copies. Packed parameters have no
@@ -110,11 +118,10 @@ class HostBucket:
 
     def _take(self) -> None:
         """Copy the parameters into the bucket's memory and point them to it."""
-        there = self.on_disk
-        if there is not None:
-            self._write(there)
+        if self.on_disk is not None:
+            self._write(self.on_disk)
         for param, value in zip(self.params, self.values, strict=True):
-            if there is None:
+            if self.on_disk is None:
                 value.copy_(compat.local(param).detach())
             set_storage(param, value)
 
@@ -150,7 +157,7 @@ class HostBucket:
         for param in self.params:
             if self.grad_dtype is not None and param.requires_grad:
                 param.grad_dtype = self.grad_dtype
-        self.copy.refresh()
+        self.pending.refresh()
 
     def filled(self) -> None:
         """Record that an empty bucket's parameters now use its memory and have values."""
@@ -172,15 +179,15 @@ class HostBucket:
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Allocate memory for states, wherever the bucket keeps them."""
-        if self.disk is not None:
-            return DiskBuffer(size_bytes, self.disk)
-        return self.new_buffer(size_bytes, pin=pin)
+        if self.disk is None:
+            return self.new_buffer(size_bytes, pin=pin)
+        return DiskBuffer(size_bytes, self.disk)
 
     def note_changes(self, updated: Iterable[int]) -> None:
         indices = list(updated)
         torch.autograd.graph.increment_version([self.params[i] for i in indices])
         if self.has_copy:
-            self.copy.mark_fresh(indices)
+            self.pending.mark_fresh(indices)
 
     def aliased(self, index: int) -> bool:
         own = OWN_USERS - compat.is_sharded(self.params[index])  # its local tensor is the bucket's
@@ -196,8 +203,6 @@ class HostBucket:
 
     def replaced(self) -> list[int]:
         """The indices of parameters whose storage the user replaced."""
-        if not self.is_replaced():
-            return []
         homes, strides = self.homes, self._strides
         return [
             i
@@ -241,7 +246,7 @@ class HostBucket:
         """Allocate memory for the gradients: at first, or if the user still holds the last ones."""
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
         new = functools.partial(self.new_buffer, pin=self.pin)
-        self.grads, self._grad_memory, _ = self._like(self.grad_dtypes(), new)
+        self.grads, self._grad_memory, _ = self.like(self.grad_dtypes(), new)
         self._memory.append(self._grad_memory)
 
     def make_grad(self, index: int) -> torch.Tensor:
@@ -278,13 +283,11 @@ class HostBucket:
         """Bytes of memory shaped like some of the parameters: index -> dtype."""
         return _places(self.layout, dtypes)[1]
 
-    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> NewStates:
-        """Allocate states shaped like some of the parameters: index -> dtype."""
-        return self._like(dtypes, functools.partial(self.state_buffer, pin=pin))
-
-    def _like(
+    def like(
         self, dtypes: Mapping[int, torch.dtype], new: Callable[[int], HostBuffer | DeviceBuffer]
-    ) -> NewStates:
+    ) -> tuple[dict[int, torch.Tensor], torch.Tensor, HostBuffer | DeviceBuffer]:
+        """Tensors shaped like some of the parameters, by index, in a buffer from `new`; this
+        buffer, flat, uint8; and itself."""
         places, end = _places(self.layout, dtypes)
         buffer = new(end)
         tensors = {i: buffer.tensor(place) for i, place in places.items()}
@@ -309,6 +312,123 @@ class HostBucket:
         return None
 
 
+class _Owned:
+    """The states of one optimizer."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, dict[int, State]] = {}
+        self.buffers: list[ref[HostBuffer]] = []
+        self.memory: list[torch.Tensor] = []  # flat, uint8: states not in 8 bits
+        self.blank: set[tuple[str, int]] = set()  # still zero and never read
+
+
+class StateMemory:
+    """The states of one bucket. Owned by the bucket until its states move. References optimizers
+    weakly, so that their memory is freed with them, and the bucket, too."""
+
+    def __init__(self, home: HostBucket) -> None:
+        self._reference = ref(home)
+        self._owned: WeakKeyDictionary[Any, _Owned] = WeakKeyDictionary()
+
+    @property
+    def _home(self) -> HostBucket:
+        home = self._reference()
+        assert home is not None, "states of a bucket that is gone"
+        return home
+
+    def owners(self) -> list[object]:
+        return list(self._owned)
+
+    def of(self, owner: object) -> dict[str, dict[int, State]]:
+        """An optimizer's states: name -> parameter index -> state."""
+        owned = self._owned.get(owner)
+        if owned is None:
+            owned = self._owned[owner] = _Owned()
+        return owned.by_name
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All memory not in 8 bits, flat, uint8."""
+        for owned in self._owned.values():
+            yield from owned.memory
+
+    def make(
+        self, owner: object, name: str, dtypes: Mapping[int, StateDtype], *, pin: bool
+    ) -> None:
+        """Allocate an optimizer's zero state for the parameters, by index, that have none of that
+        dtype yet. In 8 bits: codes, and the absolute maximum of each block. `pin` page-locks it."""
+        there = self.of(owner).setdefault(name, {})
+        missing: dict[int, StateDtype] = {
+            i: dtype
+            for i, dtype in dtypes.items()
+            if (have := there.get(i)) is None
+            or ("int8" if isinstance(have, tuple) else have.dtype) != dtype
+        }
+        if not missing:
+            return
+        owned, (wide, narrow) = self._owned[owner], _by_width(missing)
+        if wide:
+            new = functools.partial(self._home.state_buffer, pin=pin)
+            tensors, whole, buffer = self._home.like(wide, new)
+            owned.memory.append(whole)
+            if isinstance(buffer, HostBuffer):  # new pages are zero
+                owned.blank |= {(name, i) for i in wide}
+                owned.buffers.append(ref(buffer))
+            there |= tensors
+        if narrow:
+            layout = self._codes(narrow)
+            buffer = self._home.state_buffer(layout.size_bytes, pin=pin)
+            if isinstance(buffer, HostBuffer):
+                owned.buffers.append(ref(buffer))
+            codes = [buffer.tensor(place) for place in layout.params]
+            there |= {i: (codes[2 * k], codes[2 * k + 1]) for k, i in enumerate(narrow)}
+
+    def sizes(self, dtypes: Mapping[int, StateDtype]) -> list[int]:
+        """Bytes of the buffers that `make` allocates for a state."""
+        wide, narrow = _by_width(dtypes)
+        sizes = [self._home.bytes_like(wide)] if wide else []
+        return sizes + ([self._codes(narrow).size_bytes] if narrow else [])
+
+    def _codes(self, params: Sequence[int]) -> Bucket:
+        likes = []
+        for i in params:
+            numel = self._home.values[i].numel()
+            codes = torch.empty(numel, dtype=torch.uint8, device="meta")
+            absmax = torch.empty(absmax_numel(numel), device="meta")
+            likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
+        return Bucket.layout(self._home.layout.key, self._home.layout.name, likes)
+
+    def filled(self, owner: object, name: str, index: int) -> None:
+        self._owned[owner].blank.discard((name, index))
+
+    def clear(self, owner: object, name: str, index: int) -> None:
+        """Zero a state that is not in 8 bits. New memory is zero already, and no page of it is
+        touched."""
+        owned = self._owned[owner]
+        if (name, index) in owned.blank:
+            owned.blank.remove((name, index))
+            return
+        state = owned.by_name[name][index]
+        assert isinstance(state, torch.Tensor)
+        state.zero_()
+
+    def on_disk(self) -> list[DiskBuffer]:
+        """The buffers on a disk."""
+        found = (buffer() for owned in self._owned.values() for buffer in owned.buffers)
+        return [buffer for buffer in found if isinstance(buffer, DiskBuffer)]
+
+    def lock(self, owner: object) -> None:
+        """Page-lock an optimizer's states that were allocated when no device copy was planned."""
+        buffers = [buffer() for buffer in self._owned[owner].buffers if self._home.pin]
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.lock()
+
+
+def _by_width(dtypes: Mapping[int, StateDtype]) -> tuple[dict[int, torch.dtype], list[int]]:
+    wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
+    return wide, sorted(dtypes.keys() - wide.keys())
+
+
 def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int, Param], int]:
     """Offsets of tensors shaped like some of a bucket's parameters, and their buffer's bytes."""
     offsets, end = mirrored(layout, {i: dtype.itemsize for i, dtype in dtypes.items()})
@@ -324,8 +444,3 @@ def set_storage(tensor: torch.Tensor, value: torch.Tensor) -> None:
         compat.set_local(tensor, value)
     else:
         tensor.data = value
-
-
-def _owners(bucket: ref[HostBucket]) -> list[object]:
-    alive = bucket()
-    return [] if alive is None else alive.states.owners()

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.options import Options
 from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
+from megacompile.runtime.optim.rule import State
 from megacompile.runtime.optim.rules import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.params.guards import opened, release
-from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.state_memory import State, StateDtype
+from megacompile.runtime.params.host_bucket import HostBucket, StateDtype
 
 
 class Trained(NamedTuple):
@@ -45,9 +45,7 @@ def unsupported_reason(optimizer: Optimizer, found: Iterable[Trained]) -> str:
         return why
     if rule_of(optimizer) is None and any(compat.is_sharded(each.param) for each in found):
         return "it needs whole parameters, and each rank has a part"
-    if getattr(optimizer, "grad_scale", None) is not None or (
-        getattr(optimizer, "found_inf", None) is not None
-    ):
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
         return "a GradScaler passes its scale to the fused step"
     for param, _, group, _ in found:
         assert param.grad is not None
@@ -75,6 +73,7 @@ def ignored_options(optimizer: Optimizer, options: Options) -> str:
 
 
 def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
+    """The names of the states that have the parameter's shape."""
     return [
         name
         for name, value in state.items()
@@ -113,22 +112,18 @@ def adopt(
             opened(given)
             bucket.states.filled(optimizer, name, i)
             buffer.copy_(_part_of(given, param))
-        state[name] = compat.like(param, _shown(given, buffer))
-
-
-def _shown(given: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """The user-visible tensor of a buffer. A loaded tensor object remains the state, because
-    `load_state_dict(found)` keeps it in `found` too; its old memory is freed."""
-    kept = (
-        type(given) is torch.Tensor
-        and (given.dtype, given.device, given.shape) == (buffer.dtype, buffer.device, buffer.shape)
-        and not given.requires_grad
-        and not given.is_inference()
-    )
-    if not kept:
-        return buffer.detach()
-    given.data = buffer
-    return given  # type: ignore[no-any-return]
+        shown = buffer.detach()
+        if (
+            type(given) is torch.Tensor
+            and (given.dtype, given.device, given.shape)
+            == (buffer.dtype, buffer.device, buffer.shape)
+            and not given.requires_grad
+            and not given.is_inference()
+        ):
+            # a loaded tensor object remains the state, because `load_state_dict(found)` keeps it in
+            # `found` too; its old memory is freed
+            given.data, shown = buffer, given
+        state[name] = compat.like(param, shown)
 
 
 def _part_of(given: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
@@ -259,19 +254,15 @@ def move_states(old: HostBucket, new: HostBucket) -> None:
 
 def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: HostBucket) -> None:
     """Replace a user-visible state by the new one if it is the old one."""
-    shown = state.get(name)
-    mine = compat.local(shown)
-    moved: torch.Tensor | None = None
+    shown: Any = state.get(name)
+    mine, (first, *_), parts = compat.local(shown), _parts(old), _parts(new)
     if isinstance(mine, BlockwiseTensor):
-        if isinstance(old, tuple) and isinstance(new, tuple) and mine.codes is old[0]:
-            wait = bucket.pending.wait
-            moved = BlockwiseTensor(mine, *new, signed=mine.signed, settle=wait)
-    elif isinstance(mine, torch.Tensor) and isinstance(old, torch.Tensor):
-        if mine.data_ptr() == old.data_ptr() and isinstance(new, torch.Tensor):
-            moved = new.detach()
-    if moved is not None:
-        assert isinstance(shown, torch.Tensor)
-        state[name] = compat.like(shown, moved)
+        if mine.codes is first:
+            settle = bucket.pending.wait
+            moved = BlockwiseTensor(mine, *parts, signed=mine.signed, settle=settle)
+            state[name] = compat.like(shown, moved)
+    elif isinstance(mine, torch.Tensor) and mine.data_ptr() == first.data_ptr():
+        state[name] = compat.like(shown, parts[0].detach())
 
 
 def _parts(state: State) -> tuple[torch.Tensor, ...]:

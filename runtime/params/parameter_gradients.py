@@ -12,9 +12,8 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -47,16 +46,14 @@ class Accumulator:
         self.node = compat.accumulator_of(param)
         self.hooks = compat.hooks_of(self.node)  # before and after it; the dicts are live
 
-    @property
     def hooked_before(self) -> bool:
         """True if a hook will see the gradient before it is accumulated."""
         return bool(self.hooks[0] or compat.gradient_hooks(self.param))
 
-    @property
     def hooked(self) -> bool:
         """True if a hook of any kind will see the gradient."""
         after = self.hooks[1] or compat.post_accumulate_hooks(self.param)
-        return bool(after or self.hooked_before)
+        return bool(after or self.hooked_before())
 
 
 class Accumulators:
@@ -69,18 +66,15 @@ class Accumulators:
         self.nodes: list[Any] = [end.node for end in ends]
         self._hooks = [hooks for end in ends for hooks in end.hooks]
 
-    @property
     def hooked(self) -> bool:
         """True if a hook of any kind will see one of their gradients."""
         with unguarded():
             return any(self._hooks) or compat.any_hooked(self.params)
 
-    @property
     def all_run(self) -> bool:
         """True, inside a backward, if it accumulates into all of them, as far as each is known."""
         return all(map(_TRAINED, self.params)) and compat.accumulates_into_all(self.nodes)
 
-    @property
     def without_gradients(self) -> bool:
         return _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, self.params)))
 
@@ -102,7 +96,8 @@ class Gradients:
         self.places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}
         self._together: dict[tuple[ParamId, ...], Accumulators] = {}  # nodes, per graph
-        self._passes: dict[int, BackwardPass] = {}  # running backwards, by autograd's number
+        # running backwards, by autograd's number; of several, any may accumulate first
+        self.passes: dict[int, BackwardPass] = {}
         self._followed = False  # True if a parameter got a new AccumulateGrad node
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
@@ -163,33 +158,25 @@ class Gradients:
     def backward_pass(self) -> BackwardPass:
         """The `backward()` call that runs in this thread."""
         number = compat.backward_id()
-        if number not in self._passes:
-            found = self._passes[number] = BackwardPass(
+        if number not in self.passes:
+            found = self.passes[number] = BackwardPass(
                 self.streams, self.buckets, self.ranks, folds=not self.exact
             )
 
             def finish() -> None:
-                del self._passes[number]
+                del self.passes[number]
                 found.finish()
 
             # a failing call drops `finish` without calling it
-            dropped = weakref.finalize(finish, _give_up, self._passes, number, found)
+            dropped = weakref.finalize(finish, _give_up, self.passes, number, found)
             dropped.atexit = False
             compat.when_backward_ends(finish)
-        return self._passes[number]
-
-    @property
-    def several_passes(self) -> bool:
-        """True if several threads run `backward()`; any of them may accumulate first."""
-        return len(self._passes) > 1
-
-    def is_ours(self, place: ParamId) -> bool:
-        return lies_in_bucket(self.buckets[place[0]], place[1])
+        return self.passes[number]
 
     def is_busy(self, place: ParamId) -> bool:
         """True if a running `backward()` has returned this gradient to autograd."""
         # a copy, because threads start and end backwards meanwhile
-        records = [backward.records.get(place) for backward in tuple(self._passes.values())]
+        records = [backward.records.get(place) for backward in tuple(self.passes.values())]
         return any(record is not None and record.memory is not None for record in records)
 
     def prepare(
@@ -215,9 +202,9 @@ class Gradients:
         gradient = self.param(place).grad
         if not is_there(gradient):
             return False
-        if not self.is_ours(place):
-            key, i = place
-            bucket = self.buckets[key]
+        key, i = place
+        bucket = self.buckets[key]
+        if not lies_in_bucket(bucket, i):
             memory = bucket.grads[i] if bucket.resident is None else bucket.make_grad(i)
             with torch.no_grad():
                 memory.copy_(compat.local(gradient).to_dense())
@@ -236,11 +223,11 @@ class Gradients:
                 self._forget(key, bucket)
 
     def _forget(self, key: int, bucket: HostBucket) -> None:
-        if not self._passes and _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, bucket.params))):
+        if not self.passes and _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, bucket.params))):
             bucket.grads.clear()
             return
         for i in [i for i in bucket.grads if not self.is_busy((key, i))]:
-            if not is_there(bucket.params[i].grad) or not self.is_ours((key, i)):
+            if not is_there(bucket.params[i].grad) or not lies_in_bucket(bucket, i):
                 del bucket.grads[i]
 
     def on_device(self) -> bool:
@@ -334,8 +321,7 @@ def is_there(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return gradient is not None and not is_taken(gradient)
 
 
-@dataclass(frozen=True, slots=True)
-class Users:
+class Users(NamedTuple):
     """The users of parameters in one backward, by the id of the parameter."""
 
     others: frozenset[int]  # with users other than captured graphs

@@ -4,92 +4,135 @@ copies of its parameters: the tensors of each have a guard, which calls this mod
 A failed update leaves parameters and states half updated. So every use of the bucket raises until
 its parameters have been overwritten and their states replaced by a checkpoint's. The guards stay,
 and permit only complete overwrites.
+
+A new bucket maps its memory without physical pages, and the parameters are views of it. A thread
+touches, page-locks and fills it while the model is captured (`Fill`), which reads no values. Users
+of a parameter wait for its bucket, and the plan for all buckets, because it counts free memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.background import Completion, at_fork
+from megacompile.runtime.device.background import Completion, at_fork, fulfil
+from megacompile.runtime.device.buffers import trim_heap
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.params.guards import (
-    Guard,
     GuardState,
+    MemoryGuard,
     guard,
     guard_of,
-    opened,
-    release,
     release_from,
-    state_of,
+    unguarded,
 )
-from megacompile.runtime.params.work import InFlight, Left
-
-
-class MemoryGuard(Guard):
-    """The guard of tensors in the memory of a bucket: parameters, states, gradients."""
-
-    __slots__ = ("copy", "work")
-
-    def __init__(
-        self,
-        state: GuardState,  # WATCHED, OFFERED or IN_FLIGHT
-        copy: StreamedCopy,
-        work: Pending | None = None,  # and the offer; None if parameters are only watched
-    ) -> None:
-        self.state = state
-        self.copy = copy
-        self.work = work
-
-    def open(self, tensor: torch.Tensor) -> None:
-        """Wait for the work or withdraw the offer; copies of a parameter may be stale then."""
-        if self.work is not None:
-            if self.state is GuardState.IN_FLIGHT:
-                self.work.wait()
-            else:
-                self.work.withdraw()
-        if guard_of(tensor) is self or state_of(tensor) is not GuardState.IN_FLIGHT:
-            release(tensor)  # otherwise another thread has started new work
-        self.copy.forget(tensor)
-
-    @staticmethod
-    def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Overwrite a torn tensor. The guard stays: a save checks the other tensors."""
-        who = guard_of(args[0]) if function in compat.OVERWRITING else None
-        if not isinstance(who, MemoryGuard) or who.state is not GuardState.IN_FLIGHT:
-            return NotImplemented
-        if who.work is None or not who.work.is_torn():
-            return NotImplemented
-        for other in args[1:]:
-            opened(other)
-        who.copy.forget(args[0])
-        return function(*args, **kwargs)
-
 
 _Guarded = tuple[MemoryGuard, list[torch.Tensor]]
 
 
-class Pending(Completion):
-    """The work and the offer of one bucket. Owned by the bucket."""
+class InFlight(Completion):
+    """Started work on a bucket's host memory, until its `Pending` sees it complete."""
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
-        copy: StreamedCopy,  # watched while nothing else guards the parameters
-        owners: Callable[[], Iterable[Any]] = tuple,  # the optimizers with states for the bucket
+        event: torch.cuda.Event | None = None,  # after the copies of new values from the device
+        future: Future[None] | None = None,  # of a thread that computes or copies new values
+        *,
+        weights: Completion | None = None,  # the last write of parameters, if separate
+        states: Completion | None = None,  # the same for states
+        # new parameters that are also on the device, flat: index -> (numel,)
+        fresh: dict[int, torch.Tensor] | None = None,
     ) -> None:
+        self.event, self.future, self.weights, self.states = event, future, weights, states
+        self.may_lend = False  # True if new parameters on the device may become `fresh`
+        self.fresh: dict[int, torch.Tensor] = {} if fresh is None else fresh
+
+    def then(
+        self, *, weights: Completion | None = None, states: Completion | None = None
+    ) -> InFlight:
+        weights, states = weights or self.weights, states or self.states
+        return InFlight(self.event, self.future, weights=weights, states=states, fresh=self.fresh)
+
+    def last_write(self, part: Part) -> Completion | None:
+        """The completion of the last write of a part; None: of all parts."""
+        if self.weights is self.states:  # no such write
+            return None
+        own = self.weights if part is Part.WEIGHTS else self.states
+        return own or Completion(self.event, self.future)
+
+    def done(self) -> bool:
+        """True if all of it has ended, successfully or not."""
+        weights, states = self.weights, self.states
+        if not super().done() or not (weights is None or weights.done()):
+            return False
+        return states is None or states.done()
+
+    def wait(self) -> None:
+        """Wait until all of it has ended; raises the first error.
+
+        Raises:
+            OptimizerError: its values are half updated.
+        """
+        if self.weights is self.states:
+            super().wait()
+            return
+        errors = []
+        for wait in (super().wait, *(end.wait for end in (self.weights, self.states) if end)):
+            try:
+                wait()
+            except OptimizerError as error:  # dependent writes fail too
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+class Left(NamedTuple):
+    """A parameter and its states after an update."""
+
+    param: nn.Parameter
+    version: int
+    home: int  # its address
+    states: tuple[tuple[weakref.ref[Optimizer], dict[str, Any]], ...]
+
+    @staticmethod
+    def of(param: nn.Parameter, optimizers: Iterable[Any]) -> Left:
+        """Record its current state, with its states in these optimizers."""
+        with unguarded():
+            states = [(weakref.ref(o), o.state[param]) for o in optimizers if o.state.get(param)]
+            home = compat.local(param).data_ptr()
+            return Left(param, compat.version(param), home, tuple(states))
+
+    def restored(self) -> bool:
+        """True if it was overwritten since, and its states replaced, as by `load_state_dict()`."""
+        with unguarded():
+            home = compat.local(self.param).data_ptr()
+            owners = [(owner(), state) for owner, state in self.states]
+            return (compat.version(self.param), home) != (self.version, self.home) and all(
+                owner is None or owner.state.get(self.param) is not state for owner, state in owners
+            )
+
+
+class Pending(Completion):
+    """The work and the offer of one bucket, which owns it, and the copies that must stay in sync
+    with its parameters: the copy in another dtype (`compute_dtype`), which is streamed instead, and
+    copies that stay in device slots between two forwards. The user may change a parameter at any
+    time, so with copies, parameters without another guard are watched."""
+
+    def __init__(self, of: Any) -> None:  # a `HostBucket`; guards do not keep its memory alive
         super().__init__()
-        self.params = params
-        self.copy = copy
-        self.owners = owners
+        self.params: Sequence[nn.Parameter] = of.params
+        self._bucket = weakref.ref(of)
         self.left: dict[int, Left] = {}  # by index: torn by a failed update and not loaded since
         self._why = ""  # what failed
         self._restoring = False  # True while a loader may read torn values
@@ -100,27 +143,30 @@ class Pending(Completion):
         self._updated: list[int] = []  # the parameters of the work in flight
         self._guarded: list[_Guarded] = []  # guarded until it is done
         self._offer_guarded: list[_Guarded] = []  # guarded until the offer is taken
+        self._fresh: dict[int, int] = {}  # parameter -> its version at the time of the copy
+        self._indices = {id(param): i for i, param in enumerate(self.params)}
+        self._watch = MemoryGuard(GuardState.WATCHED, self)
+        self._watches = of.has_copy  # copies exist
+        self._marked = False  # in device slots too
+        self._changes = 0  # number of possible changes
         at_fork(self)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Record work on some parameters and states; users of these wait for it."""
         assert self.in_flight is None, "a bucket serves one piece of work at a time"
-        self.copy.changed()
-        self.in_flight = work
-        self._guarded, self._updated = [], []
-        self._guard(updated, states)
+        self.go_on(work, updated, states)
 
     def go_on(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Record work that continues, and includes, the work in flight."""
         if self.in_flight is None:
-            self.start(work, updated, states)
-        else:
-            self.in_flight = work
-            self._guard(updated, states)
+            self._changes += 1
+            self._guarded, self._updated = [], []
+        self.in_flight = work
+        self._guard(updated, states)
 
     def _guard(self, updated: Iterable[int], states: Iterable[torch.Tensor]) -> None:
         """Make users of these tensors wait for the work in flight."""
-        by, tensors = MemoryGuard(GuardState.IN_FLIGHT, self.copy, self), list(states)
+        by, tensors = MemoryGuard(GuardState.IN_FLIGHT, self), list(states)
         for i in updated:
             self._updated.append(i)
             tensors.append(self.params[i])
@@ -166,7 +212,8 @@ class Pending(Completion):
                 work.wait()
                 over = True
             except OptimizerError as error:
-                owners = list(self.owners())
+                bucket = self._bucket()
+                owners = [] if bucket is None else bucket.states.owners()
                 self.tear(str(error), {i: Left.of(self.params[i], owners) for i in self._updated})
                 raise
             finally:
@@ -196,7 +243,8 @@ class Pending(Completion):
     def _release(self, guarded: Iterable[_Guarded]) -> None:
         for by, tensors in guarded:
             release_from(by, tensors)
-        self.copy.watch()
+        if self._watches:
+            self.watch()
 
     def tear(self, why: str, left: Mapping[int, Left]) -> None:
         """Record a failed update of these parameters, by index: they are torn until loaded."""
@@ -205,10 +253,9 @@ class Pending(Completion):
         self._guard_left(left)
 
     def _guard_left(self, left: Mapping[int, Left]) -> None:
-        self._guard(left, [state for each in left.values() for state in each.visible()])
-
-    def _restored(self) -> bool:
-        return all(left.restored() for left in self.left.values())
+        states = [state for each in left.values() for _, state in each.states]
+        named = [item for state in states for item in state.items() if item[0] != "step"]
+        self._guard(left, [value for _, value in named if isinstance(value, torch.Tensor)])
 
     def check(self) -> None:
         """Raise if an earlier update failed and its values were not loaded since. Does not wait.
@@ -218,7 +265,7 @@ class Pending(Completion):
         """
         if not self.left:
             return
-        if not self._restored():
+        if not all(left.restored() for left in self.left.values()):
             raise OptimizerError(
                 "parameters and optimizer states are half updated, so they cannot be used or "
                 "saved: load a checkpoint into the model and the optimizer (load_state_dict() of "
@@ -237,12 +284,12 @@ class Pending(Completion):
     def end_restoring(self) -> None:
         """Guard values that were not restored again."""
         self._restoring = False
-        if not self._restored():
+        if not all(left.restored() for left in self.left.values()):
             self._guard_left(self.left)
 
     def is_torn(self) -> bool:
         """True if the bucket is half updated; waits for work in flight."""
-        with suppress(OptimizerError):
+        with contextlib.suppress(OptimizerError):
             self.wait()
         return bool(self.left)
 
@@ -255,7 +302,7 @@ class Pending(Completion):
         self.withdraw()
         self.offered = what
         tensors = [self.params[i] for i in params] + list(states)
-        by = MemoryGuard(GuardState.OFFERED, self.copy, self)
+        by = MemoryGuard(GuardState.OFFERED, self)
         self._offer_guarded = [(by, tensors)]
         guard(tensors, by)
 
@@ -274,47 +321,27 @@ class Pending(Completion):
             if offer is not None:
                 offer.drop()
 
-
-class StreamedCopy:
-    """The copies that must stay in sync with the parameters of one bucket (`HostBucket`, the owner,
-    which is referenced weakly: guards do not keep its memory alive): the copy in another dtype
-    (`compute_dtype`), which is streamed instead, and copies that stay in device slots between two
-    forwards. The user may change a parameter at any time, so parameters without another guard are
-    watched. Without copies, all methods do nothing."""
-
-    def __init__(self, of: Any) -> None:
-        self._reference = weakref.ref(of)
-        self._fresh: dict[int, int] = {}  # parameter -> its version at the time of the copy
-        self._indices = {id(param): i for i, param in enumerate(of.params)}
-        self._watched = MemoryGuard(GuardState.WATCHED, self)
-        self._changes = 0  # number of possible changes
-        self._marked = False  # True if a copy is on the device
-
-    def _state(self) -> object:
-        of = self._reference()
-        return self._changes, () if of is None else tuple(compat.versions(of.params))
+    # Copies of the parameters.
 
     def mark(self) -> Callable[[], bool] | None:
-        """A test whether the parameters are still in their current state; None if a change could go
-        unnoticed."""
-        of = self._reference()
-        self._marked = True
+        """A test whether the parameters, now in device slots, are still in their current state;
+        None if a change could go unnoticed."""
+        of = self._bucket()
+        self._marked = self._watches = True
         self.watch()
-        if of is None or any(guard_of(p) is None or of.aliased(i) for i, p in enumerate(of.params)):
+        is_aliased = of is None or any(map(of.aliased, range(len(self.params))))
+        if is_aliased or any(guard_of(param) is None for param in self.params):
             return None
-        before = self._state()
-        return lambda: self._state() == before
-
-    def changed(self) -> None:
-        self._changes += 1
+        before = self._changes, compat.versions(self.params)
+        return lambda: (self._changes, compat.versions(self.params)) == before
 
     def refresh(self) -> None:
-        """Update the copy with the user's changes."""
-        of = self._reference()
-        if of is None or of.streamed is of.values:
+        """Update the streamed copy with the user's changes."""
+        of = self._bucket()
+        if of is None or not of.has_copy:
             return
-        idle = of.pending.in_flight is None
-        for i, param in enumerate(of.params):
+        idle = self.in_flight is None
+        for i, param in enumerate(self.params):
             if of.streamed[i] is of.values[i]:
                 continue
             fresh = self._fresh.get(i) == compat.version(param)
@@ -327,31 +354,97 @@ class StreamedCopy:
         self.watch()
 
     def take_back(self, index: int) -> None:
-        of = self._reference()
+        """Record that eager code has written to a streamed parameter."""
+        of = self._bucket()
         if of is not None and of.streamed[index] is not of.values[index]:
             of.values[index].copy_(of.streamed[index])
-        self.changed()
+        self._changes += 1
 
     def mark_fresh(self, indices: Sequence[int]) -> None:
-        """Record that the copies of some parameters are up to date."""
-        of = self._reference()
-        if of is not None:
-            versions = compat.versions([of.params[i] for i in indices])
-            self._fresh.update(zip(indices, versions, strict=True))
+        """Record that the streamed copies of some parameters are up to date."""
+        versions = compat.versions([self.params[i] for i in indices])
+        self._fresh.update(zip(indices, versions, strict=True))
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Record that the user has accessed a tensor: a parameter's copy may be stale."""
         index = self._indices.get(id(tensor))
         if index is not None:
             self._fresh.pop(index, None)
-            self.changed()
+            self._changes += 1
 
     def watch(self) -> None:
         """Watch for changes that do not bump the version: those through `p.data`."""
-        of = self._reference()
-        if of is None or not (self._marked or of.streamed is not of.values):
-            return
-        for i, param in enumerate(of.params):
-            copied = self._marked or of.streamed[i] is not of.values[i]
+        of = self._bucket()
+        for i, param in enumerate(self.params):
+            copied = of is not None and (self._marked or of.streamed[i] is not of.values[i])
             if copied and guard_of(param) is None:
-                guard([param], self._watched)
+                guard([param], self._watch)
+
+
+class Fill(InFlight):
+    """The copy of a bucket's parameters into its memory. The thread does it, or a waiter that finds
+    it not started: so no bucket is forgotten, wherever Ctrl-C arrives."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],  # the user's
+        values: Sequence[torch.Tensor],  # their views in the bucket
+        settle: Callable[[], None],  # allocates the memory's pages and locks them for `device`
+        device: torch.device,  # that computes
+    ) -> None:
+        self._copied: Future[None] = Future()
+        super().__init__(future=self._copied)
+        self.params = params
+        self.values = values
+        self.settle = settle
+        self.device = device
+        self._claims: list[object] = []  # the first to take it does the copy
+        self._sources = [param.detach() for param in params]  # dropped when everything is copied
+        devices = {s.device for s in self._sources if s.device.type == "cuda"}
+        # work that still computes them
+        self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
+
+    def wait(self) -> None:
+        """Raise the error of a failed copy; the parameters are then in their old memory."""
+        self.run()
+        super().wait()
+
+    def run(self) -> None:
+        """Copy the values, unless another thread does."""
+        if self._claims:
+            return
+        mine = object()
+        try:
+            self._claims.append(mine)
+            if self._claims[0] is mine:
+                fulfil(self._copied, self._fill)
+        except BaseException as error:  # Ctrl-C, before or after `_fill`
+            if self._claims[:1] == [mine] and not self._copied.done():
+                self._give_back()
+                self._copied.set_exception(error)
+            raise
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            try:
+                self.settle()
+                for event in self._computed:
+                    event.synchronize()
+                for value, source in zip(self.values, self._sources, strict=True):
+                    value.copy_(source)
+            except BaseException:
+                self._give_back()
+                raise
+        on_host = any(source.device.type == "cpu" for source in self._sources)
+        self._sources.clear()
+        if on_host:
+            trim_heap()
+
+    def _give_back(self) -> None:
+        """Undo a failed copy: unless all is copied, the parameters get their old memory."""
+        with unguarded():
+            for param, source in zip(self.params, self._sources, strict=False):
+                param.data = source
+        self._sources.clear()

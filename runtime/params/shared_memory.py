@@ -26,14 +26,11 @@ _Span = tuple[int, int, int]  # byte addresses of a tensor's start and end; its 
 def moved(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    is_there: Callable[[torch.Tensor], bool],  # true if `move` would return the tensor itself
     move: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply `move` to the tensors of a call; overlapping tensors still overlap. A list or dict
     without moved tensors is passed on as the same object: the forward may change it."""
     tensors = [leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if all(map(is_there, tensors)):
-        return args, kwargs
     found = {id(tensor): tensor for tensor in tensors}
     made = zip(found.values(), moved_together(list(found.values()), move), strict=True)
     others = {id(tensor): there for tensor, there in made if there is not tensor}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import nn
 from megacompile import compat
 from megacompile.packed import any_packed, is_wrapper, members
 from megacompile.runtime.params.eager_notice import EagerNotice
-from megacompile.runtime.params.looks import is_trained, link_of
+from megacompile.runtime.params.looks import is_trained, link_of, parameter_of
 from megacompile.runtime.params.proxies import (
     Link,
     ParamSource,
@@ -86,7 +85,19 @@ class Proxies:
         return self._made[id(leaf)]
 
     def _proxy_of(self, param: torch.Tensor) -> StreamedParameter:
-        make = partial(_make, param, proxy_class(type(param)), self.device, self.source(param))
+        source = self.source(param)
+
+        def make() -> StreamedParameter:
+            with compat.without_torch_function():
+                root = param.detach()
+            data, part = root if source.copy is None else source.copy, None
+            if compat.is_sharded(param):
+                part, dtype = compat.local(data), data.dtype
+                data = torch.empty_strided(param.shape, param.stride(), dtype=dtype, device="meta")
+            proxy = proxy_class(type(param))(data, self.device)
+            proxy.root, proxy.param, proxy.part, proxy.source = root, param, part, source
+            return proxy
+
         if not param.requires_grad:
             return make()
         with torch.enable_grad():
@@ -94,14 +105,18 @@ class Proxies:
         compat.run_soon(link_of(linked))
         return linked
 
-    def fits(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> bool:
-        """True if the same modules hold the same parameters under the same names as when the
-        proxies were created. `modules`: all of the model's, if known.
+    def fits(self, model: nn.Module, modules: Sequence[nn.Module]) -> bool:
+        """True if the same modules (all of the model's) hold the same parameters under the same
+        names as when the proxies were created.
 
         False after a rename (pruning, a parametrization), or if another module holds a parameter
         now (an adapter around its layer, a conversion): its old holder is no longer called.
         """
-        return _same(_found(model, modules or compat.modules_of(model)), self._found)
+        a, b = _found(model, modules), self._found
+        if not b or a[1:4] != b[1:4] or len(a[0]) != len(b[0]):
+            return False
+        # both lists are alive, so identical objects are the same
+        return all(map(operator.is_, a[0], b[0])) and all(map(operator.is_, a[4], b[4]))
 
     def of(self, param: torch.Tensor) -> StreamedParameter | None:
         """The proxy of a parameter; None for any other tensor."""
@@ -171,7 +186,7 @@ class Proxies:
         """Restore the model's parameters, except those that the forward replaced."""
         self.are_in = False
         if self._containers:
-            self._exchange_in_containers(_outside)
+            self._exchange_in_containers(parameter_of)
             self._swapped, self._tuples = [], {}
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
@@ -183,33 +198,31 @@ class Proxies:
         """The tensors that replace parameters during a `torch.func.functional_call`."""
         known: dict[tuple[int, str], Any] = {(id(s.holder), s.name): s.param for s in self.sites}
         given, found = compat.given_to_functional_call(), []
-        for module, name, value in _parameters(model):
-            holder = compat.parameters_of(module)
-            param = known.get((id(holder), name))
-            if param is not value and (not isinstance(value, nn.Parameter) or id(value) in given):
-                found.append((holder, name, param, value))
+        for holder in compat.holders(compat.modules_of(model), "parameters"):
+            for name, value in holder.items():
+                param = known.get((id(holder), name))
+                if value is not None and param is not value:
+                    if not isinstance(value, nn.Parameter) or id(value) in given:
+                        found.append((holder, name, param, value))
         return StandIns(found)
 
 
 _TRAINED = operator.attrgetter("requires_grad")
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in compat.modules_of(model):
-        for name, param in compat.parameters_of(module).items():
-            if param is not None:
-                yield module, name, param
-
-
 def _places(
     model: nn.Module,
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
     """Every place to swap: holder, name, tensor and leaf."""
-    for module, name, param in _parameters(model):
-        yield compat.parameters_of(module), name, param, param
-        for member in () if is_wrapper(param) else members(module, param):
-            if member.path:
-                yield member.attributes, member.key, member.tensor, member.leaf
+    for module in compat.modules_of(model):
+        holder = compat.parameters_of(module)
+        for name, param in holder.items():
+            if param is None:
+                continue
+            yield holder, name, param, param
+            for member in () if is_wrapper(param) else members(module, param):
+                if member.path:
+                    yield member.attributes, member.key, member.tensor, member.leaf
 
 
 def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
@@ -218,38 +231,12 @@ def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], .
     holders = compat.holders(modules, "parameters")
     names = [*chain.from_iterable(holders)]
     params = [*chain.from_iterable(map(dict.values, holders))]
-    packed = list(_packed(model)) if any_packed(params) else []
+    # equal if packed parameters hold the same tensors in the same places
+    packed = [
+        (id(holder), name, id(param), id(leaf), *map(id, parts_of(param)))
+        for holder, name, param, leaf in (_places(model) if any_packed(params) else ())
+    ]
     return holders, [*map(len, holders)], names, packed, params
-
-
-def _packed(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """A key that is equal if packed parameters hold the same tensors in the same places."""
-    for holder, name, param, leaf in _places(model):
-        yield id(holder), hash(name), id(param), id(leaf), *map(id, parts_of(param))
-
-
-def _same(a: tuple[list[Any], ...], b: tuple[list[Any], ...]) -> bool:
-    """True if holders and parameters are identical objects; both lists are alive, so ids are
-    unique."""
-    if not a or not b or a[1:4] != b[1:4] or len(a[0]) != len(b[0]):
-        return False
-    return all(map(operator.is_, a[0], b[0])) and all(map(operator.is_, a[4], b[4]))
-
-
-def _make(
-    param: torch.Tensor, made: type[StreamedParameter], device: torch.device, source: ParamSource
-) -> StreamedParameter:
-    with compat.without_torch_function():
-        root = param.detach()
-    data = root if source.copy is None else source.copy
-    if compat.is_sharded(param):
-        looks = torch.empty_strided(param.shape, param.stride(), dtype=data.dtype, device="meta")
-        proxy = made(looks.requires_grad_(data.requires_grad), device)
-        proxy.part = compat.local(data)
-    else:
-        proxy = made(data, device)
-    proxy.root, proxy.param, proxy.source = root, param, source
-    return proxy
 
 
 class StandIns:
@@ -327,10 +314,4 @@ def _exchanged(
         made = _exchanged(value[key], other, seen, before)
         if made is not value[key]:
             value[key] = made
-    return value
-
-
-def _outside(value: Any) -> Any:
-    if isinstance(value, StreamedParameter) and not value.is_view and value.param is not None:
-        return value.param
     return value

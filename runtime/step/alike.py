@@ -166,12 +166,16 @@ class Alike:
         """Update some buckets of a step in one launch."""
         device = parts[0].device
         keys = tuple([part.bucket.layout.key for part in parts])
+        slices = [at for key in keys for at in self.slices if at.key == key]
         if device.type == "cuda":
+            if keys not in self._tables:
+                numbers = [k for at in slices for k in range(at.all.start, at.all.stop)]
+                self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
             of_factors = list(map(_ADDRESS, factors)) or None
-            update_again(self.rule, self._of(keys), addresses, of_factors, hypers, device)
+            update_again(self.rule, self._tables[keys], addresses, of_factors, hypers, device)
             return
         with torch.no_grad():  # no kernel uses the addresses
-            for at in [at for key in keys for at in self.slices if at.key == key]:
+            for at in slices:
                 bucket = at.bucket()
                 assert bucket is not None
                 states = bucket.states.of(optimizer)
@@ -231,13 +235,6 @@ class Alike:
             (key, n): hyper(self._firsts[key][1], step=n + 1, first=False) for key, n in set(kinds)
         }
         return counters, list(map(made.__getitem__, kinds))
-
-    def _of(self, keys: tuple[int, ...]) -> list[Table]:
-        if keys not in self._tables:
-            slices, count = {at.key: at for at in self.slices}, range(len(self._described))
-            numbers = [k for key in keys for k in count[slices[key].all]]
-            self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
-        return self._tables[keys]
 
 
 def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:

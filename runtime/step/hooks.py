@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain, compress, filterfalse
 from typing import Any
 
 import torch
@@ -115,7 +115,8 @@ class _Hooks:
     @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare the models' parts; a closure is called first: it computes the gradients."""
-        self._give_up(optimizer)  # does nothing unless the last step was interrupted
+        if self.hidden or self.parts or self.reserved:  # the last step was interrupted
+            self._give_up(optimizer)
         if known(type(optimizer)) is not None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is not None:
@@ -136,8 +137,8 @@ class _Hooks:
                 left = [(param, param.grad) for param in params if param.grad is not None]
                 if left or any([part.states for _, part in self.parts]):
                     trained = [param for param, _ in (*self.hidden, *left)]
-                    new = [param for param in trained if param not in optimizer.state]
-                    self.reserved = reserve(optimizer, new)
+                    new = list(filterfalse(optimizer.state.__contains__, trained))
+                    self.reserved = reserve(optimizer, new) if new else []
             if left:
                 compat.step_without_hooks(optimizer)
                 self._hide(left)
@@ -164,8 +165,9 @@ class _Hooks:
     def _give_up(self, optimizer: Optimizer) -> None:
         """Restore the gradients and drop unstarted parts."""
         with unguarded():
-            drop_empty(optimizer, self.reserved)
-            self.reserved = []
+            if self.reserved:
+                drop_empty(optimizer, self.reserved)
+                self.reserved = []
             for param, gradient in self.hidden:
                 if param.grad is None:
                     param.grad = gradient

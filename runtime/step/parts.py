@@ -26,9 +26,9 @@ from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.rules import ADAM, USUAL, rule_of
 from megacompile.runtime.optim.twin import seed_of
-from megacompile.runtime.params.gradient_guards import lazy_of
+from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
 from megacompile.runtime.params.guards import GuardState, any_shared, guard_of
-from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.params.host_bucket import HostBucket, StateDtype
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
@@ -38,7 +38,6 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
     visible_on_disk,
 )
-from megacompile.runtime.params.state_memory import StateDtype
 from megacompile.runtime.step import hooks
 from megacompile.runtime.updates.compiled import compiled, kind_of
 from megacompile.runtime.updates.on_device import UpdateOffer
@@ -67,26 +66,34 @@ class StepParts:
         options: dict[int, tuple[dict[str, Any], bool]],
     ) -> BucketUpdate:
         """The part of a step for some parameters of a bucket."""
-        backend, place = self._backend(optimizer, bucket, trained)
+        rule, place = rule_of(optimizer), UpdatePlace.HOST
+        if rule is None:
+            backend = UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK
+        elif bucket.resident is not None:
+            backend, place = UpdateBackend.KERNEL, UpdatePlace.RESIDENT
+        elif self.compiles:
+            backend = UpdateBackend.COMPILED
+        else:
+            plain = self.are_plain(trained)
+            backend = UpdateBackend.STOCK if plain else UpdateBackend.TORCH
         kind, indices = type(optimizer), [each.at for each in trained]
         update = BucketUpdate(bucket, backend, place, kind, self.machine.device, indices)
-        self._find_steps(update, optimizer, trained)
-        if not backend.by_rule:
-            for step, each in zip(update.steps, trained, strict=True):
-                key = id(each.group)
-                if key not in options:
-                    options[key] = _options(each.group)
-                step.group, has_tensors = options[key]
-                if has_tensors and backend is UpdateBackend.STOCK:
-                    update.aliased = True  # see the float64 comment in for_update
+        self._find_steps(update, optimizer, trained, rule if backend.by_rule else None)
+        for step, each in zip(update.steps, trained, strict=True) if not backend.by_rule else ():
+            key = id(each.group)
+            if key not in options:
+                options[key] = _options(each.group)
+            step.group, has_tensors = options[key]
+            if has_tensors and backend is UpdateBackend.STOCK:
+                update.aliased = True  # see the float64 comment in for_update
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, UpdateOffer)
         # updates of residents precede all later work on the stream
         if place is UpdatePlace.HOST:
             self._look_at(update, trained)
         update.first = update.first_steps()
-        if update.first:
-            self._make_first(optimizer, update, trained)
+        if update.first and rule is not None and bucket.disk is None:
+            self._make_first(optimizer, rule, update, trained)
         if offer is not None:
             by_rule = place is UpdatePlace.HOST and backend.by_rule
             if by_rule and not update.aliased and offer.fits(update.steps):
@@ -96,51 +103,57 @@ class StepParts:
         return update
 
     def _find_steps(
-        self, update: BucketUpdate, optimizer: Optimizer, trained: Sequence[Trained]
+        self,
+        update: BucketUpdate,
+        optimizer: Optimizer,
+        trained: Sequence[Trained],
+        rule: OptimizerRule | None,
     ) -> None:
-        bucket, found = update.bucket, list[tuple[torch.Tensor, float]]()
-        guards = [(each, lazy_of(each.param.grad)) for each in trained]
-        for each, who in guards:
-            gradient = each.param.grad
+        bucket, grads = update.bucket, update.bucket.grads
+        found: list[tuple[torch.Tensor, float]] = []
+        guards: list[tuple[int, torch.Tensor, GradientGuard]] = []
+        for k, each in enumerate(trained):
+            gradient, scale = each.param.grad, 1.0
             assert gradient is not None
+            who = None if type(gradient) is torch.Tensor else lazy_of(gradient)
             if who is not None:
                 who.check(gradient)
-            ours, theirs = bucket.grads.get(each.at), compat.local(gradient)
+                scale = who.scale
+                guards.append((k, gradient, who))
+            ours, theirs = grads.get(each.at), compat.local(gradient)
             if ours is None or ours.data_ptr() != theirs.data_ptr():
                 ours = theirs.detach()
-            found.append((ours, 1.0 if who is None else who.scale))
+            found.append((ours, scale))
         pin = update.backend is UpdateBackend.STOCK_ON_DEVICE or (
             self.machine.in_backward is not None
             or bucket.layout.key in self.machine.device_update.keys
         )
-        rule = rule_of(optimizer) if update.backend.by_rule else None
         update.steps = self._steps(optimizer, bucket, trained, found, rule, pin=pin)
-        for step, (each, who) in zip(update.steps, guards, strict=True):
-            gradient = each.param.grad
-            if who is None or gradient is None:
-                continue
+        for k, gradient, who in guards:
+            step = update.steps[k]
             if who.state is GuardState.FOLDED:
                 if update.place is not UpdatePlace.RESIDENT:
                     who.open(gradient)
                 step.factor = who.factor
-            foreign = step.grad is not bucket.grads.get(each.at)
+            foreign = step.grad is not grads.get(step.index)
             step.intact = not foreign and who.version == compat.version(gradient)
 
     def _make_first(
-        self, optimizer: Optimizer, update: BucketUpdate, trained: Iterable[Trained]
+        self,
+        optimizer: Optimizer,
+        rule: OptimizerRule,
+        update: BucketUpdate,
+        trained: Iterable[Trained],
     ) -> None:
-        """Allocate host memory for the states of an optimizer's own first step, if its rule knows
-        them: if memory is short, nothing has changed yet."""
-        rule, new = rule_of(optimizer), {step.index for step in update.first}
-        bucket = update.bucket
-        if rule is None or bucket.disk is not None:
-            return
+        """Allocate host memory for the states of an optimizer's own first step, which its rule
+        knows: if memory is short, nothing has changed yet."""
+        new = {step.index for step in update.first}
         named: dict[str, dict[int, StateDtype]] = {}
         for each in trained:
             for name in rule.state_names(each.group) if each.at in new else ():
                 named.setdefault(name, {})[each.at] = each.param.dtype
         for name, dtypes in named.items():
-            bucket.states.make(optimizer, name, dtypes, pin=self.cuda)
+            update.bucket.states.make(optimizer, name, dtypes, pin=self.cuda)
 
     @staticmethod
     def _look_at(update: BucketUpdate, trained: Iterable[Trained]) -> None:
@@ -162,22 +175,10 @@ class StepParts:
         if any(map(bucket.aliased, update.indices)) or any_shared(tensors):
             update.aliased = True
 
-    @property
+    @functools.cached_property
     def compiles(self) -> bool:
+        """True if the host's updates are compiled."""
         return self.options.lowering is not Lowering.EAGER and compat.has_cpp_compiler()
-
-    def _backend(
-        self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
-    ) -> tuple[UpdateBackend, UpdatePlace]:
-        if rule_of(optimizer) is None:
-            backend = UpdateBackend.STOCK_ON_DEVICE if self.cuda else UpdateBackend.STOCK
-            return backend, UpdatePlace.HOST
-        if bucket.resident is not None:
-            return UpdateBackend.KERNEL, UpdatePlace.RESIDENT
-        if self.compiles:
-            return UpdateBackend.COMPILED, UpdatePlace.HOST
-        plain = self.are_plain(trained)
-        return UpdateBackend.STOCK if plain else UpdateBackend.TORCH, UpdatePlace.HOST
 
     def state_dtype(self, param: torch.Tensor) -> StateDtype:
         """The dtype of a parameter's states, or "int8"."""

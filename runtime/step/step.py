@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ from megacompile.runtime.params.optimizer_states import (
     unsupported_reason,
     wraps_another,
 )
-from megacompile.runtime.params.work import Left
+from megacompile.runtime.params.pending import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.alike import Alike
 from megacompile.runtime.step.hooks import PreparedStep
@@ -67,8 +68,7 @@ class Updates:
         options: Options,
         # builds a schedule that only updates some buckets, at their current placement
         rest: Callable[[Sequence[Bucket]], Schedule],
-        # called at the start of an optimizer's step. It may move buckets
-        before_step: Callable[[], None],
+        before_step: Callable[[], None],  # called when an optimizer's step begins: may move buckets
     ) -> None:
         self.machine = machine
         self.options = options
@@ -120,23 +120,31 @@ class Updates:
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is not optimizer:
             updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
-        alike = self._prepare_alike(where, optimizer)
-        if alike is not None:
-            return alike
+        before = self._alike.pop(optimizer, None) if updates is None else None
+        if before is not None:
+            self.settle()
+            alike = before.again(where, optimizer, self.machine.buckets)
+            if alike is not None:
+                self._alike[optimizer] = before
+                return alike
         found = self._to_update(optimizer, ours)
         if not found:
             return None
         self.settle()
         keys = [key for key in self.machine.order if key in found]  # as the forward reads them
         keys += sorted(found.keys() - set(keys))
-        trained = [each for key in keys for each in found[key]]
-        if (ignored := ignored_options(optimizer, self.options)) and not wraps_another(optimizer):
-            self._say(ignored)
-        check_shared(where, optimizer, [each.param for each in trained])
-        if why := unsupported_reason(optimizer, trained):
-            if not wraps_another(optimizer):
-                kind = type(optimizer).__name__
-                self._say(f"{kind} runs unchanged on the host, which is slower: {why}")
+        trained = list(chain.from_iterable(map(found.__getitem__, keys)))
+        params, states = [each.param for each in trained], [each.state for each in trained]
+        check_shared(where, optimizer, params)
+        why = unsupported_reason(optimizer, trained)
+        for said in (
+            ignored_options(optimizer, self.options),
+            why
+            and f"{type(optimizer).__name__} runs unchanged on the host, which is slower: {why}",
+        ):
+            if said and not wraps_another(optimizer):
+                notices.warn_once(said, f"megacompile: {said} (shown once)", of=self)
+        if why:
             return None
         check(where, optimizer, self.machine.buckets, found)
         if optimizer in self.parts.prepared:  # a second step has all its memory and code
@@ -162,22 +170,11 @@ class Updates:
             for part in parts:
                 part.drop()
             raise
-        if {part.place for part in parts} == {UpdatePlace.RESIDENT}:
+        if all(part.place is UpdatePlace.RESIDENT for part in parts):
             alike_next = Alike.of(optimizer, parts, trained)
             if alike_next is not None:
                 self._alike[optimizer] = alike_next
-        params, states = [each.param for each in trained], [each.state for each in trained]
         return PreparedStep(optimizer, parts, params, [p.grad for p in params], states)
-
-    def _prepare_alike(self, where: str, optimizer: Optimizer) -> PreparedStep | None:
-        before = self._alike.pop(optimizer, None)
-        if before is None or self.machine.in_backward is not None:
-            return None
-        self.settle()
-        prepared = before.again(where, optimizer, self.machine.buckets)
-        if prepared is not None:
-            self._alike[optimizer] = before
-        return prepared
 
     def _to_update(self, optimizer: Optimizer, ours: Iterable[_Ours]) -> dict[int, list[Trained]]:
         """The parameters that this step updates, by bucket key. Their states are copies of the
@@ -209,9 +206,6 @@ class Updates:
                 for each in found.pop(key):
                     move_loaded(optimizer, each.param)
         return found
-
-    def _say(self, text: str) -> None:
-        notices.warn_once(text, f"megacompile: {text} (shown once)", of=self)
 
     def start(self, step: PreparedStep) -> None:
         """Count a step, and run the prepared update or start it in the background.
@@ -255,13 +249,11 @@ class Updates:
         chosen: list[tuple[Executor, _ByKey]] = []
         for reference in self.machine.trained:
             executor = reference()
-            if executor is None:
-                continue
-            mine = {k: part for k, part in waiting.items() if executor.updates.get(k) is part.op}
-            if mine:
+            ops = {} if executor is None else executor.updates
+            mine = {k: part for k, part in waiting.items() if ops.get(k) is part.op}
+            if executor is not None and mine:
                 chosen.append((executor, mine))
-            for key in mine:
-                del waiting[key]
+                waiting = {k: part for k, part in waiting.items() if k not in mine}
         for part in waiting.values():
             if part.left is not None:  # its schedule is gone
                 part.drop()

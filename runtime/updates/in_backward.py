@@ -31,7 +31,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
     visible_on_disk,
 )
-from megacompile.runtime.params.work import InFlight, Left
+from megacompile.runtime.params.pending import InFlight, Left
 from megacompile.runtime.updates.on_device import Sources, UpdateBuffers, write_back
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging

@@ -30,9 +30,8 @@ from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_state
 from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.guards import any_shared
-from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.state_memory import StateMemory
-from megacompile.runtime.params.work import InFlight
+from megacompile.runtime.params.host_bucket import HostBucket, StateMemory
+from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.update import (
     ParamUpdate,
     Timed,

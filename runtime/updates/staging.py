@@ -32,7 +32,7 @@ from megacompile.runtime.device.pool import Buffer, Lease, Lender
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk import Disk, FileSpan, Request, Way
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.work import InFlight
+from megacompile.runtime.params.pending import InFlight
 
 Parts = Sequence[tuple[int, int]]  # bytes of a bucket: from, to
 

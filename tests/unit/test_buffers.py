@@ -30,7 +30,7 @@ from megacompile.runtime.device.pool import OnHost
 from megacompile.runtime.device.ranks import checksum
 from megacompile.runtime.device.streams import DeviceSlots
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.work import Fill
+from megacompile.runtime.params.pending import Fill
 from tests import inside
 from tests.layouts import layout_of, odd_tensors
 

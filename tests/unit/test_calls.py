@@ -43,7 +43,7 @@ def test_inputs_move_together_and_stay_what_they_are() -> None:
     x, stays = torch.ones(3), torch.zeros(3)
     around, beside = {"x": [x, stays]}, [stays]
     called, named = (x, around, beside), {"labels": x}
-    args, kwargs = moved(called, named, lambda t: t is stays, lambda t: t if t is stays else t + 1)
+    args, kwargs = moved(called, named, lambda t: t if t is stays else t + 1)
     assert args[0] is args[1]["x"][0] is kwargs["labels"] and args[0] is not x
     assert args[1]["x"][1] is stays and args[2] is beside, "only what moves is another one"
     assert around["x"][0] is x, "the caller's is as it was"
