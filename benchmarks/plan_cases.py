@@ -17,8 +17,7 @@ import torch
 
 from benchmarks.models import SHAPE_14B, SHAPE_32B, SHAPE_72B, SHAPE_120B, Loss, qwen2
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.probe import DiskRates
-from megacompile.cost.rates import known
+from megacompile.cost.rates import DiskRates, known
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.options import Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs

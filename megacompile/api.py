@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import compat, log
 from megacompile.beside import compile_pool
 from megacompile.beside.process import processes
-from megacompile.cost.rank_rates import agree, agree_disks, ranks_of_host, use_cores
+from megacompile.cost.rank_rates import agree, agree_disk, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
@@ -272,9 +272,9 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
         return Setting(options, host_bytes=host_bytes)
     use_cores(ranks.mesh)
     with line("", options.progress):  # shows what is measured
-        disks = agree_disks(ranks.mesh, options.disk, ranks.all_gather_object, measured=cuda)
-        agreed = agree(ranks.mesh, options.device, ranks.all_gather_object, disks)
-    disk = disks.get(ranks.mesh.get_rank())
+        gather = ranks.all_gather_object
+        disk = agree_disk(ranks.mesh, options.disk, gather, measured=cuda)
+        agreed = agree(ranks.mesh, options.device, gather, disk)
     disk_bytes = None if disk is None else disk.share_bytes
     if not all(ranks.all_gather_object(options.plans)):
         return Setting(options, None, host_bytes, agreed, disk_bytes)

@@ -89,6 +89,6 @@ def _is_words(cells: Sequence[str]) -> bool:
     return any(cell and not (cell[0].isdigit() or cell[0] in "+-?") for cell in cells)
 
 
-def numbered(what: str, first: int, last: int) -> str:
+def numbered(what: str, first: object, last: object) -> str:
     """`stage 3`, or `stages 3 to 7`."""
     return f"{what} {first}" if first == last else f"{what}s {first} to {last}"

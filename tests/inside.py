@@ -223,7 +223,8 @@ class _Chosen:
         found = self.chooser.choose(stages, schedule, *others, **named)
         if schedule.backward is None:
             return found
-        return found._replace(choice=replace(found.choice, **self.choice))
+        choice, reasons = found
+        return replace(choice, **self.choice), reasons
 
 
 def _disk_leases(model: nn.Module) -> list[BucketBuffers]:

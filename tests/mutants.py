@@ -325,7 +325,7 @@ def any_plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "resident": resident,
         "on_disk": _some(rng, buckets, 0.3) - resident,
         "state_delay": rng.choice((1, 1, 2)),
-        "rerun": rng.choice((0, 0, 1, 9)),
+        "rerun": rng.random() < 0.5,
         "activations": "offload" if offload else "auto",
         "offload": buckets if offload else 0,
         "saved_on_disk": buckets if offload and rng.random() < 0.7 else 0,

@@ -17,8 +17,7 @@ from megacompile.cli import OPTIMIZERS
 from megacompile.cli.target import Target, build, first_line
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import active_parameters
-from megacompile.cost.probe import DiskRates
-from megacompile.cost.rates import disk_on_file, known
+from megacompile.cost.rates import DiskRates, disk_on_file, known
 from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
 from megacompile.host_memory import too_small
 from megacompile.ir.schedule import Schedule

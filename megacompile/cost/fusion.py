@@ -322,12 +322,8 @@ class _Walk:
         return max(peak, self._peak(self._in_order(self._groups()), self._reused, inner=True))
 
     def _peak(self, groups: Sequence[Group], reused: Reused, *, inner: bool = False) -> int:
-        """Peak memory of kernels in sequence.
-
-        Args:
-            reused: returns the buffers that a kernel reads last and writes into.
-            inner: values used only inside a kernel take no memory.
-        """
+        """Peak memory of kernels in sequence. `reused` returns the buffers that a kernel reads last
+        and writes into; with `inner`, values used only inside a kernel take no memory."""
         used = [{b for op in group for b in (*op.reads, *op.writes)} for group in groups]
         live = peak = 0
         for group, ending in zip(groups, endings([*used, self.kept]), strict=False):

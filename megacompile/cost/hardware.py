@@ -1,8 +1,8 @@
 """The rates and sizes of a machine.
 
 Units: GB/s are 1e9 bytes a second, TFLOP/s 1e12 operations a second. Copy rates are for page-locked
-memory; "both" rates apply to each direction while the other runs too. `cost/probe.py` measures a
-machine; `cost/rates.py` caches measurements and finds machines by name.
+memory; "both" rates apply to each direction while the other runs too. `cost/rates.py` measures
+machines and finds them by name.
 """
 
 from __future__ import annotations
@@ -80,11 +80,8 @@ class Hardware:
 
     @property
     def replicas_gb_s(self) -> float:
-        """Bandwidth of one rank from its replicas, while all ranks of its host communicate.
-
-        Replicas are usually on other hosts. If `network_gb_s` was neither measured nor given, 100
-        Gbit/s per rank are assumed.
-        """
+        """Bandwidth of one rank from its replicas, usually on other hosts, while all ranks of its
+        host communicate; 100 Gbit/s are assumed if it was neither measured nor given."""
         return ASSUMED_NETWORK_GB_S if self.network_gb_s is None else self.network_gb_s
 
     def with_link(self, gb_s: float) -> Hardware:
@@ -109,13 +106,10 @@ class Hardware:
     def shared_by(self, ranks: int) -> Hardware:
         """One rank's share of a host with several: its own GPU, and equal parts of the host's
         memory, page-lock limit, bandwidth, update rate and disk."""
-        return self._divided(ranks, "host_memory_gb_s", "update_gb_s", *DISK_RATES, *_HOST_BYTES)
+        return self.divided(ranks, "host_memory_gb_s", "update_gb_s", *DISK_RATES, *_HOST_BYTES)
 
-    def disk_shared_by(self, ranks: int) -> Hardware:
-        """The same machine with one rank's share of a disk that several use at once."""
-        return self._divided(ranks, *DISK_RATES)
-
-    def _divided(self, ranks: int, *names: str) -> Hardware:
+    def divided(self, ranks: int, *names: str) -> Hardware:
+        """The same machine with an equal part of some figures."""
         known = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(
             self,
@@ -233,7 +227,6 @@ def of_sheet(name: str) -> Hardware | None:
 # order in which they are allocated, so each copy is assumed to have the average share of pageable
 # memory.
 
-SHORT = "page-locked memory: "  # prefix of `pageable_words`
 SHARE = 0.5  # of the rate of a copy from or to page-locked memory
 
 
@@ -259,8 +252,8 @@ def pageable_words(hardware: Hardware, host_bytes: int) -> str:
         return ""
     locked_bytes, rate = hardware.locked_bytes or 0, _rate_share(hardware, host_bytes)
     return (
-        f"{SHORT}{format_bytes(host_bytes)} needed, {format_bytes(locked_bytes)} available: "
-        f"{format_bytes(pageable)} stay pageable, and copies between host and device run at "
+        f"page-locked memory: {format_bytes(host_bytes)} needed, {format_bytes(locked_bytes)} "
+        f"available: {format_bytes(pageable)} stay pageable, copies from and to the host run at "
         f"{rate:.0%} of their rate"
     )
 

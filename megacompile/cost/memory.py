@@ -88,18 +88,15 @@ def device_memory(
 
     Slots are shared by the schedules. Memory whose free a backward or an update defers is live
     until a forward drains it, or without a drain until the next deferral. Chunks of updates that
-    the device makes for the host are live in forwards. Resident buckets are always live. Their
-    gradients are live from the backward that keeps them, or always if backwards add to earlier
-    gradients.
-
-    Args:
-        gradients_stay: gradients of resident buckets are always live.
+    the device makes for the host are live in forwards. Resident buckets are always live; their
+    gradients from the backward that keeps them, or always with `gradients_stay` or if backwards add
+    to earlier gradients.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused, optimizer or OptimizerCost(states=0))
     replay.begin(each, gradients_stay=gradients_stay)
     kept = [replay.forward(schedule) for schedule in each]
-    replay.end_forwards()
+    replay.live[MemoryKind.STATES] -= replay.in_chunks  # of the last step; `help_host` has its own
     for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
             replay.backward(schedule, saved_values)
@@ -165,10 +162,6 @@ class _Replay:
         self.live[MemoryKind.PARAMETERS] = sum(resident.values())
         self.in_chunks = max((chunks_bytes(each, self.cost) for each in schedules), default=0)
         self.live[MemoryKind.STATES] += self.in_chunks
-
-    def end_forwards(self) -> None:
-        """Free the chunks of the last step's updates; `help_host` allocates them again."""
-        self.live[MemoryKind.STATES] -= self.in_chunks
 
     def _keep(self, schedule: Schedule, bucket: Bucket) -> int:
         """Count gradients of a resident bucket as live from now on; returns the new bytes."""
@@ -361,9 +354,6 @@ def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
         of_args = [
             i for i, p in enumerate(template.gradients) if isinstance(stage.primals[p], ArgRef)
         ]
-        written = k - len(of_args) - len(stage.gradient_buckets)
-        if written >= 0:
-            return (len(template.gradients) + written,)
         return (of_args[k],) if k < len(of_args) else ()
     again = call.target is ops.recompute
     if not again and k < results:

@@ -152,9 +152,8 @@ def _returned(graph: fx.Graph) -> Iterator[Returned | None]:
 
 
 # A model's active parameters per token, without the experts that the token does not choose. A
-# grouped product multiplies each row by its expert's matrix: (rows, k) by (experts, k, n). So does
-# a gather of a matrix for each row, `weight[expert_ids]`. Of such a parameter, the share rows /
-# (tokens * experts) is active. Every other parameter counts fully, as in the usual 6 N T.
+# grouped product, (rows, k) by (experts, k, n), or a gather of a matrix for each row uses the share
+# rows / (tokens * experts) of a parameter. Every other one counts fully, as in the usual 6 N T.
 
 _CASTS = set("convert_element_type _to_copy clone".split())
 _GATHERS = set("index index_select".split())
@@ -162,13 +161,8 @@ _LEAST_DIMENSIONS = 3  # of a parameter that holds one matrix per expert
 
 
 def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: int) -> int:
-    """The number of a model's parameters that are active for a token.
-
-    Args:
-        schedules: of all its captured graphs.
-        parameters: number of all parameters.
-        tokens: per step.
-    """
+    """The number of a model's parameters that are active for each of `tokens` per step; `schedules`
+    are of all its captured graphs, which may not read all of its `parameters`."""
     shares: dict[tuple[int, int], tuple[int, float]] = {}  # (bucket, index) -> elements, share
     for schedule in schedules:
         for stage in schedule.stages:

@@ -4,9 +4,8 @@
                      the device updates residents and device-updated buckets
     in the backward  the schedule has the update; the CPU does nothing
 
-An update on the CPU is bound by host memory: it reads parameters, gradients and states once and
-writes parameters and states once. AdamW with bf16 parameters and gradients and float32 moments
-moves 22 bytes per parameter.
+An update on the CPU is bound by host memory. AdamW with bf16 parameters and gradients and float32
+moments reads and writes 22 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -51,13 +50,8 @@ class OptimizerCost:
     def of(
         options: Options, *, states: int | None = None, on_gpu: bool | None = None
     ) -> OptimizerCost:
-        """The costs of an optimizer under these options.
-
-        Args:
-            options: including the optimizer, if it is known before its first step.
-            states: per parameter. Default: the optimizer's, or 2.
-            on_gpu: the model computes on a GPU. Default: according to the options' device.
-        """
+        """The costs of an optimizer under these options. `states` per parameter: by default the
+        optimizer's, or 2. `on_gpu`: by default according to the options' device."""
         optimizer, dtype = options.optimizer, options.state_dtype
         if states is None:
             rule, states = None if optimizer is None else rule_of(optimizer), 2
@@ -94,13 +88,9 @@ class OptimizerCost:
     def resident_bytes(
         self, bucket: Bucket, trained: Iterable[int], *, gradients: bool = True
     ) -> float:
-        """Device memory of a resident bucket: parameters, states and gradients.
-
-        Accumulated gradients of updates in the backward are not counted.
-
-        Args:
-            gradients: include the gradients that `optimizer.step()` takes.
-        """
+        """Device memory of a resident bucket: parameters, states and, with `gradients`, those
+        that `optimizer.step()` takes. Accumulated gradients of updates in the backward are not
+        counted."""
         bucket = largest_shard(bucket)
         masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
         size = bucket.size_bytes + masters  # frozen parameters have a master too

@@ -23,11 +23,8 @@ _FLOAT32 = 4.0  # bytes; states of small parameters are never in 8 bits
 
 
 def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], float]) -> int:
-    """Bytes of a buffer with one tensor for each of some parameters.
-
-    Args:
-        item_of: maps the bytes of a streamed parameter's element to those of the tensor's.
-    """
+    """Bytes of a buffer with one tensor for each of some parameters. `item_of` maps the bytes of a
+    streamed parameter's element to those of the tensor's."""
     items = {i: math.ceil(item_of(bucket.params[i].dtype.itemsize)) for i in indices}
     return mirrored(bucket, items)[1]
 
@@ -43,14 +40,9 @@ def _state_bytes(bucket: Bucket, trained: Sequence[int], cost: OptimizerCost) ->
 
 
 def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> int:
-    """Bytes of a rank's states of a bucket on a disk, where each tensor has its own place.
-
-    A set of host buffers for them is as large.
-
-    Args:
-        bucket: unsharded.
-        trained: indices of the parameters that get a gradient.
-    """
+    """Bytes of a rank's states of an unsharded bucket on a disk, where each tensor has its own
+    place; a set of host buffers for them is as large. `trained` are the indices of the parameters
+    that get a gradient."""
     size, mine = 0, largest_shard(bucket)
     for i in trained if cost.states else ():
         param = mine.params[i]
@@ -102,12 +94,9 @@ def host_memory(
     for_step: bool = False,
 ) -> dict[MemoryKind, int]:
     """Host memory by kind during training: with gradients and states, and with the saved tensors
-    that wait there between forward and backward.
-
-    Args:
-        for_step: the schedules were made for `optimizer.step()`, even if `optimizer` updates in the
-            backward. Then only gradients that a backward adds to are counted as accumulated.
-    """
+    that wait there between forward and backward. `for_step`: the schedules were made for
+    `optimizer.step()`, even if `optimizer` updates in the backward; then only gradients that a
+    backward adds to are counted as accumulated."""
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     plans = [schedule.plan for schedule in each]
     kinds = (MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.STATES)
@@ -144,12 +133,9 @@ def host_memory(
 def streamed_bytes(
     bucket: Bucket, trained: Sequence[int], cost: OptimizerCost, *, accumulates: bool = False
 ) -> dict[MemoryKind, int]:
-    """Host memory of a streamed bucket, by kind.
-
-    Args:
-        trained: indices of the parameters that get a gradient.
-        accumulates: gradients of micro-batches wait for the update in a later backward.
-    """
+    """Host memory of a streamed bucket, by kind. `trained` are the indices of the parameters that
+    get a gradient. `accumulates`: gradients of micro-batches wait for the update in a later
+    backward."""
     mine = largest_shard(bucket)
     found = {MemoryKind.PARAMETERS: mine.size_bytes}
     masters = cost.master_bytes
@@ -197,11 +183,7 @@ def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> dict[Memo
 def device_kinds(
     moment: MemoryMoment, schedules: Sequence[Schedule], cost: OptimizerCost
 ) -> dict[str, int]:
-    """Device memory at a moment by kind, with resident buckets split into their parts.
-
-    Args:
-        schedules: of the step.
-    """
+    """Device memory at a moment of a step by kind, with resident buckets split into their parts."""
     found = {kind.value: size for kind, size in moment.live_bytes.items()}
     resident = {key for schedule in schedules for key in schedule.plan.resident}
     for bucket, trained in _read(schedules):

@@ -140,13 +140,11 @@ class Queues:
         while last >= 0 and self.stop_s[last] > start_s:
             begin = max(self.start_s[last], start_s)
             found[STREAMS[self.works[last].queue]] += self.stop_s[last] - begin
-            last = self._blocker(last)
+            # the work whose end allowed this one to start
+            before = [self.before[last]] if self.before[last] >= 0 else []
+            waits = [*self.works[last].waits, *before]
+            last = max(waits, key=self.stop_s.__getitem__, default=-1)
         return found
-
-    def _blocker(self, i: int) -> int:
-        """The work whose end allowed this one to start, or -1."""
-        before = [self.before[i]] if self.before[i] >= 0 else []
-        return max([*self.works[i].waits, *before], key=self.stop_s.__getitem__, default=-1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -159,10 +157,9 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     """Work per second of each queue while the queues in the mask are busy.
 
     The device's updates use both directions of the link to the host, and so do collectives if GPUs
-    have no other interconnect; each direction is divided among its users. Every copy to or from the
-    host also takes host memory bandwidth. Collectives are assumed to take none, because GPUs reach
-    one another directly or through the processor's caches; this was not measured. Collectives
-    between hosts use the link too, to reach the network.
+    have no other interconnect or reach the network; each direction is divided among its users.
+    Every copy to or from the host also takes host memory bandwidth; collectives are assumed to take
+    none, which was not measured.
     """
     h2d, d2h, host, device, comm = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE, COMM))
     if busy >> _NETWORK & 1:

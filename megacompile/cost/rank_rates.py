@@ -1,14 +1,10 @@
 """The rates of ranks that share a model: the slowest of each kind, the interconnect and, with
 replicas, the network.
 
-All ranks measure their own GPU and updates at the same time, because in training all GPUs of a host
-copy at once and all cores update at once. Ranks of one host share its memory bandwidth and its
-bytes: the host has the sum of what its ranks reached together, and each rank plans with its share.
-An update's rate needs no division, because each rank measured it on its share of the cores while
-the others were busy.
-
-A disk that several ranks use is measured by one of them while the others wait. Each plans with its
-share of the rates and of the space.
+All ranks measure their own GPU and updates at the same time, because in training all copy and
+update at once. Ranks of one host share its memory bandwidth and its bytes: the host has the sum of
+what they reached together, and each plans with its share. One of the ranks that use a disk measures
+it while the others wait.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import platform
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -28,9 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, numa
-from megacompile.cost.hardware import Hardware
-from megacompile.cost.probe import DiskRates
-from megacompile.cost.rates import cached, cached_of_rank, load_disk, measure_of_rank
+from megacompile.cost.hardware import DISK_RATES, Hardware
+from megacompile.cost.rates import DiskRates, cached, load_disk, measure_together
 
 _BYTES = 256 * 2**20  # size of a gather: about a layer of a 7 B model
 _SMALL = 64 * 2**10
@@ -57,15 +52,6 @@ class Agreed:
     ranks: tuple[RankRates, ...]  # in order of rank
 
 
-@dataclass(frozen=True, slots=True)
-class SharedDisk:
-    """The disk of a rank's folder."""
-
-    ranks: int  # that use the disk
-    share_bytes: int  # of free space, per rank
-    rates: DiskRates | None  # for one process alone; None: not measured
-
-
 def ranks_of_host(mesh: DeviceMesh) -> int:
     """Number of ranks on this host according to torchrun, or else all of the mesh."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -78,11 +64,8 @@ def host_of_rank() -> tuple[str, str]:
 
 
 def use_cores(mesh: DeviceMesh) -> None:
-    """Limit this rank's work on the host to its share of the cores.
-
-    torchrun sets OMP_NUM_THREADS to 1 by default, which would slow down host updates by the number
-    of cores.
-    """
+    """Limit this rank's work on the host to its share of the cores: torchrun sets OMP_NUM_THREADS
+    to 1, which would slow down host updates by the number of cores."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and torch.get_num_threads() == 1
     share = numa.usable_cores() // ranks_of_host(mesh)
     if by_torchrun and share > 1:
@@ -90,97 +73,85 @@ def use_cores(mesh: DeviceMesh) -> None:
 
 
 class _Said(NamedTuple):
-    """A rank's disk or rates, as it tells the others."""
+    """The rates of a rank, as it tells the others."""
 
     rank: int  # of all processes
     host: tuple[str, str]
     of_host: int  # number of torchrun's ranks there
-    device: int | None = None  # st_dev of the folder, unique per host; None: no folder
-    free_bytes: int = 0
-    hardware: Hardware | None = None
+    hardware: Hardware | None
+    disk_ranks: int  # that use its disk
 
 
-def agree_disks(
+@dataclass(frozen=True, slots=True)
+class SharedDisk:
+    """The disk of a rank's folder."""
+
+    ranks: int  # that use it
+    share_bytes: int  # of free space, per rank
+    rates: DiskRates | None  # for one process alone; None: not measured
+
+
+def agree_disk(
     mesh: DeviceMesh,
     folder: str | None,
     all_gather_object: AllGather,
     *,
     measured: bool,
     load: Callable[[str], DiskRates] = load_disk,
-) -> dict[int, SharedDisk]:
-    """Find the disks of the ranks that have one, by rank. This is a collective.
+) -> SharedDisk | None:
+    """The disk of this rank's folder and its users; None without a folder. This is a collective.
 
-    The first rank of each disk measures it once, in a few seconds. Ranks of this host outside the
-    mesh are assumed to use it too.
-
-    Args:
-        mesh: the ranks.
-        folder: this rank's folder of scratch files, if any.
-        all_gather_object: as in `agree`.
-        measured: rates are needed. The same in all ranks.
-        load: returns the rates of a folder's disk.
+    The first rank of each disk measures it once, in a few seconds, if rates are needed (`measured`,
+    the same in all ranks). Ranks of this host outside the mesh are assumed to use it too.
 
     Raises:
         DiskError: no file can be created there, or it cannot be read or written.
     """
-    rank = mesh.get_rank()
-    mine = _Said(rank, host_of_rank(), ranks_of_host(mesh))
-    if folder is not None:
-        free_bytes = shutil.disk_usage(folder).free
-        mine = mine._replace(device=os.stat(folder).st_dev, free_bytes=free_bytes)
-    said: list[_Said] = sorted(all_gather_object(mine), key=lambda each: each.rank)
-    users: dict[tuple[tuple[str, str], int], list[_Said]] = {}
-    for each in said:
-        if each.device is not None:
-            users.setdefault((each.host, each.device), []).append(each)
-    rates: dict[int, DiskRates | None] = {}
-    if measured and users:
-        measures = folder is not None and any(rank == those[0].rank for those in users.values())
-        found = load(folder) if folder is not None and measures else None
-        rates = dict(all_gather_object((rank, found)))  # the others wait here
-    disks = {}
-    for those in users.values():
-        first = those[0]
-        others = first.of_host - sum(each.host == first.host for each in said)
-        ranks = len(those) + max(0, others)
-        share_bytes = min(each.free_bytes for each in those) // ranks
-        disk = SharedDisk(ranks, share_bytes, rates.get(first.rank))
-        disks.update({each.rank: disk for each in those})
-    return disks
+    rank, host = mesh.get_rank(), host_of_rank()
+    mine = host, None if folder is None else os.stat(folder).st_dev
+    said = all_gather_object((rank, mine))
+    users = [other for other, where in said if where == mine]
+    beyond = ranks_of_host(mesh) - sum(where[0] == host for _, where in said)
+    measures = measured and folder is not None and rank == min(users)
+    found = all_gather_object((rank, load(str(folder)) if measures else None))  # the others wait
+    if folder is None:
+        return None
+    ranks = len(users) + max(0, beyond)
+    share_bytes = shutil.disk_usage(folder).free // ranks
+    return SharedDisk(ranks, share_bytes, dict(found)[min(users)])
 
 
 def agree(
     mesh: DeviceMesh,
     device: torch.device,
     all_gather_object: AllGather,
-    disks: Mapping[int, SharedDisk] | None = None,
+    disk: SharedDisk | None = None,
     *,
     probe: Probe | None = None,
 ) -> Agreed | None:
-    """Find the slowest rates of all ranks. This is a collective.
+    """Find the slowest rates of all ranks, with their disks'. This is a collective, which raises if
+    a rank fails.
 
     Each GPU is measured once, in a few seconds. On the CPU nothing is measured; the result is None
     unless every rank has cached rates.
-
-    Args:
-        mesh: the ranks.
-        device: of this rank.
-        all_gather_object: gathers a value from each rank; raises if one of them failed.
-        disks: from `agree_disks`.
-        probe: measures ranks with GPUs. Default: `Probe()`.
     """
-    probe = probe or Probe()
-    cuda = device.type == "cuda"
-    mine = _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh))
-    here = all_gather_object(mine.host).count(mine.host)
-    rates = probe.kept(device, here) if cuda else cached(device)
-    found = all_gather_object(mine._replace(hardware=rates))
+    cuda, probe = device.type == "cuda", probe or Probe()
+    here = all_gather_object(host_of_rank()).count(host_of_rank())
+
+    def gathered(rates: Hardware | None) -> list[_Said]:
+        of_disk = None if disk is None else disk.rates
+        whole = rates if rates is None or of_disk is None else of_disk.on(rates)
+        users = 1 if disk is None else disk.ranks
+        return all_gather_object(
+            _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh), whole, users)
+        )
+
+    found = gathered(probe.cached(device, here if cuda else 1))
     if any(each.hardware is None for each in found):  # if one must measure, all do at once
         if not cuda:
             return None
-        rates = probe.measure(device, here, lambda: all_gather_object(None))
-        found = all_gather_object(mine._replace(hardware=rates))
-    ranks, shares = _with_hosts(found, disks or {}, together=cuda)
+        found = gathered(probe.measure(device, here, lambda: all_gather_object(None)))
+    ranks, shares = _with_hosts(found, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # no other rank to gather from
         return Agreed(slowest, ranks)
@@ -202,31 +173,20 @@ def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
 
 
 def _with_hosts(
-    found: Sequence[_Said], disks: Mapping[int, SharedDisk], *, together: bool
+    found: Sequence[_Said], *, together: bool
 ) -> tuple[tuple[RankRates, ...], list[Hardware]]:
-    """Each rank's rates with its whole host and disk, and with its share of them.
-
-    Args:
-        together: ranks measured at the same time, so the host has the sum. Otherwise each had the
-            host alone.
-    """
-    of_hosts: dict[tuple[str, str], list[float]] = {}
-    for _, host, *_, hardware in found:
-        assert hardware is not None
-        of_hosts.setdefault(host, []).append(hardware.host_memory_gb_s)
+    """Each rank's rates with its whole host, and with its share of it. `together`: ranks measured
+    at the same time, so the host has the sum; otherwise each had the host alone."""
     rows, shares = [], []
-    for rank, host, of_host, *_, hardware in sorted(found, key=lambda each: each.rank):
+    for rank, host, of_host, hardware, disk_ranks in sorted(found, key=lambda each: each.rank):
         assert hardware is not None
-        rates = of_hosts[host]
+        rates = [
+            each.hardware.host_memory_gb_s for each in found if each.host == host and each.hardware
+        ]
         whole = hardware.replace(host_memory_gb_s=sum(rates) if together else min(rates))
-        disk = disks.get(rank)
-        if disk is not None and disk.rates is not None:
-            whole = disk.rates.on(whole)
         rows.append(RankRates(rank, host[1], whole))
-        host_bytes = None if whole.host_bytes is None else whole.host_bytes // of_host
-        of_memory = whole.host_memory_gb_s / len(rates)
-        share = whole.disk_shared_by(1 if disk is None else disk.ranks)
-        shares.append(replace(share, host_memory_gb_s=of_memory, host_bytes=host_bytes))
+        share = whole.divided(of_host, "host_bytes").divided(disk_ranks, *DISK_RATES)
+        shares.append(share.divided(len(rates), "host_memory_gb_s"))
     return tuple(rows), shares
 
 
@@ -257,8 +217,7 @@ def interconnect(
         place = whole[: size_bytes // count * count]
         compat.ALL_GATHER(place, place.chunk(count)[rank], group=group)
 
-    small_s, large_s = _slowest_s(gather, device, all_gather_object)
-    return _gb_s(len(whole) * (count - 1) / count, large_s - small_s), small_s
+    return _slowest_gb_s(gather, len(whole) * (count - 1) / count, device, all_gather_object)
 
 
 def network(mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather) -> float | None:
@@ -273,14 +232,17 @@ def network(mesh: DeviceMesh, device: torch.device, all_gather_object: AllGather
     def add(size_bytes: int) -> None:
         dist.all_reduce(part[:size_bytes], group=group)
 
-    small_s, large_s = _slowest_s(add, device, all_gather_object)
-    return _gb_s(2 * len(part) * (count - 1) / count, large_s - small_s)
+    return _slowest_gb_s(add, 2 * len(part) * (count - 1) / count, device, all_gather_object)[0]
 
 
-def _slowest_s(
-    collective: Callable[[int], None], device: torch.device, all_gather_object: AllGather
+def _slowest_gb_s(
+    collective: Callable[[int], None],
+    received: float,
+    device: torch.device,
+    all_gather_object: AllGather,
 ) -> tuple[float, float]:
-    """Seconds of a small collective and of one with `_BYTES`, in the slowest rank."""
+    """GB/s of a collective of `_BYTES` that receives so many bytes, and seconds of a small one, in
+    the slowest rank."""
 
     def seconds(size_bytes: int, times: int) -> float:
         found = []
@@ -296,18 +258,14 @@ def _slowest_s(
     all_gather_object(None)
     mine = seconds(_SMALL, 2 * _REPEATS), seconds(_BYTES, _REPEATS)
     small_s, large_s = map(max, zip(*all_gather_object(mine), strict=True))
-    return small_s, large_s
-
-
-def _gb_s(received: float, seconds: float) -> float:
-    return received / max(seconds, 1e-9) / 1e9
+    return received / max(large_s - small_s, 1e-9) / 1e9, small_s
 
 
 class Probe(NamedTuple):
-    """The measurements of ranks with GPUs."""
+    """The measurements of ranks."""
 
-    kept: Callable[[torch.device, int], Hardware | None] = cached_of_rank
-    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_of_rank
+    cached: Callable[[torch.device, int], Hardware | None] = cached
+    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_together
     gathers: Callable[[DeviceMesh, torch.device, AllGather], tuple[float, float]] = interconnect
     sums: Callable[[DeviceMesh, torch.device, AllGather], float | None] = network
 
@@ -349,6 +307,7 @@ class SlowRate:
     value: float  # of the slowest rank, used by plans
     median: float  # of the others
     fields: tuple[str, ...]  # of `Hardware`
+    shorter: float = 0.0  # predicted share of a step that the others' rate would save
 
     def at_median(self, hardware: Hardware) -> Hardware:
         """The same machine with the others' rate."""

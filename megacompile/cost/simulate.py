@@ -1,24 +1,300 @@
 """Predicts when each op of a schedule runs by simulating its streams and the resources they share.
 
 An op starts when the previous op of its stream and everything that it waits for are done: the edges
-that `megacompile.verify` checks and the runtime keeps, within and between graphs, and the host's
-waits (`megacompile.cost.script`). The costs of computes come from `megacompile.cost.ops`, those of
-updates from `megacompile.cost.optimizer`; the rates of copies and updates depend on what else runs
-(`megacompile.cost.queues`). Times are in seconds.
+that `megacompile.verify` checks and the runtime keeps, within and between graphs. The rates of
+copies and updates depend on what else runs (`megacompile.cost.queues`). Times are in seconds.
+
+Four waits have no edge, because they come from the host, which issues the ops:
+
+    a forward returns when its prefetches are done; then the next graph begins
+    a backward returns when gradients are on the host; then `optimizer.step()` begins
+    a forward's drain waits for the copies that deferred frees wait for
+    a read of states from a disk waits for a free set of buffers
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch import fx
+
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.queues import STREAMS, Queues
-from megacompile.cost.script import Script, Steps
+from megacompile.cost.ops import copies_of, node_s
+from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
+from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, largest_shard
+from megacompile.ir.edges import Handed, handed, stands_for, waits_for, written
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.signature import on_disk
 from megacompile.ir.stream import Stream
+from megacompile.ir.values import producer
+
+_QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
+
+
+@dataclass(slots=True)
+class _Item:
+    """An op of a graph, or half of one, independent of the step and the machine."""
+
+    node: fx.Node
+    label: str
+    queue: int
+    waits: list[int] = field(default_factory=list)  # indices in the graph's items
+    takes: list[Handed] = field(default_factory=list)  # values of earlier graphs
+    begins: bool = False  # waits for what the previous graph left running
+    since: int = -1  # index of its first half, or -1
+    drains: bool = False  # waits for the copies that deferred frees wait for
+    helped: float = 0.0  # its amount on the device
+    half: int | None = None  # index of its half of the copy
+    of_replicas: bool = False  # a collective between replicas
+    fresh: bool = False  # its data are still on the device
+    reads_weights: int | None = None  # key of the bucket that it copies to the device
+    stages: bool = False  # copies states between a disk and a set of buffers
+
+
+class _Graph:
+    """One graph of a schedule as items. `sizes` has the costs of updates in `optimizer.step()`, by
+    the bucket's key."""
+
+    def __init__(self, schedule: Schedule, name: str, sizes: dict[int, UpdateCost]) -> None:
+        self.name, self.schedule = name, schedule
+        self.sizes = sizes
+        self.items: list[_Item] = []
+        self.gives: dict[Handed, int] = {}  # value that a later graph may take -> its item
+        self.deferred: list[int] = []  # copies that the next drain waits for
+        self.awaited: list[Handed] = []  # the same, of earlier graphs
+        self.fresh: set[int] = set()  # buckets whose new weights stay on the device until then
+        self._position: dict[fx.Node, int] = {}
+        lands: dict[Handed, int] = {}  # part of a bucket -> the half of a copy that brings it
+        for node in schedule.graphs[name].nodes:
+            if ops.op_of(node) is not None:
+                self._add(node, lands)
+        # the queue that must be empty before the graph returns; new parameters of updates in the
+        # backward reach the host while the next forward begins
+        self.returns_after = H2D if name == "forward" else None if lands else D2H
+        # later graphs wait for a forward's values on a disk; its others are ready when it returns,
+        # or ordered by the stream of their copies
+        stored = on_disk(schedule.forward)
+        for what, node in handed(schedule, name).items():
+            if name != "forward" or what[1] in stored:
+                at, copied = self._position[node], ops.stream_of(node) is Stream.D2H
+                self.gives[what] = lands.get(what, at) if copied else at
+
+    def _add(self, node: fx.Node, lands: dict[Handed, int]) -> None:
+        op = ops.effects(node)
+        if op.helps:  # the device may help with these updates
+            for update in node.all_input_nodes:
+                size = self.sizes.get(ops.arguments(update)[0].key)
+                self.items[self._position[update]].helped = size.helped_bytes if size else 0.0
+            return
+        if not op.waits:
+            self._defer(node)
+            return
+        queue = _QUEUES[op.stream]
+        waits, takes = self._waits(node, queue)
+        if op.frees is not None and not waits:
+            return
+        item = _Item(node, ops.label(node), queue, waits, takes, op.begins, drains=op.drains)
+        if len(op.writes) == 2 and queue == D2H:  # new parameters reach the host before the states
+            first = len(self.items)
+            lands |= {what: first + i for i, what in enumerate(written(node))}
+            self.items.append(_Item(node, "", queue, waits, takes, half=0))
+            item.since, item.half, item.waits, item.takes = first, 1, [], []
+        else:
+            item.of_replicas = op.of_replicas
+            item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
+            if Part.WEIGHTS in op.reads and queue == H2D:
+                item.reads_weights = ops.arguments(node)[0].key
+        self._position[node] = len(self.items)
+        self.items.append(item)
+
+    def _waits(self, node: fx.Node, queue: int) -> tuple[list[int], list[Handed]]:
+        """The ops on other queues that a node waits for, in this graph and in earlier ones."""
+        waits: list[int] = []
+        takes: list[Handed] = []
+        for source in waits_for(node):
+            position = self._position.get(producer(source))
+            if source.op == "placeholder":
+                takes.append(stands_for(self.schedule, source))
+            elif position is not None and self.items[position].queue != queue:
+                waits.append(position)
+        return waits, takes
+
+    def _defer(self, node: fx.Node) -> None:
+        """Record a deferred free: no stream waits for its `after`, but the next drain does."""
+        for source in node.all_input_nodes:
+            if source is node.args[0]:
+                continue
+            if source.op == "placeholder":
+                self.awaited.append(stands_for(self.schedule, source))
+                continue
+            copy = producer(source)
+            self.deferred.append(self._position[copy])
+            self.fresh |= {key for key, part in written(copy) if part is Part.WEIGHTS}
+
+
+class _Amounts:
+    """The amount of work of a graph's items on a machine. Setup time counts as the bytes that could
+    have been copied in that time."""
+
+    def __init__(self, graph: _Graph, hardware: Hardware, *, fused: bool) -> None:
+        schedule = graph.schedule
+        self.name, self.plan, self.sizes = graph.name, schedule.plan, graph.sizes
+        self.hardware, self.fused = hardware, fused
+        self.trained = schedule.gradient_params if schedule.backward is not None else {}
+
+    def of(self, item: _Item) -> float:
+        """Seconds of a compute, bytes of other ops."""
+        if item.fresh:
+            return 0.0
+        if item.half is not None:
+            return self._halves(item.node)[item.half]
+        node, op = item.node, ops.effects(item.node)
+        if self.name == "update" and op.is_update:
+            return self._update(ops.arguments(node)[0], item.queue)
+        if op.stored is not None:
+            return op.stored(node)
+        if op.gathered is not None:
+            return self._exchanged(ops.arguments(node)[0], op.gathered(node), item.of_replicas)
+        if item.queue != COMPUTE:
+            return self._copy(self._moved_bytes(node), copies_of(node))
+        return node_s(node, self.hardware, fused=self.fused)
+
+    def _halves(self, node: fx.Node) -> list[float]:
+        """Bytes of the copies of new parameters and of states, in this order."""
+        bucket: Bucket = ops.arguments(node)[0]
+        params = self._param_bytes(bucket)
+        if self.name == "update":
+            update = self.sizes.get(bucket.key)
+            whole = 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
+            return [min(params, whole), max(0.0, whole - params)]
+        count, whole = len(bucket.params), ops.copied_bytes(node)
+        return [self._copy(params, count), self._copy(whole - params, 2 * count)]
+
+    def _update(self, bucket: Bucket, queue: int) -> float:
+        """Amount of an update, from the bytes that the optimizer reads and writes on its device."""
+        update, hardware = self.sizes.get(bucket.key), self.hardware
+        if update is None:
+            return 0.0
+        if queue != HOST:
+            return update.size_bytes / (hardware.memory_gb_s * 1e9)
+        return max(update.size_bytes, update.arithmetic_s * hardware.update_gb_s * 1e9)
+
+    def _moved_bytes(self, node: fx.Node) -> int:
+        """Bytes that a copy has to move, without those that the device already has or keeps."""
+        op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
+        if not isinstance(subject, Bucket):
+            return size
+        plan = self.plan
+        if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
+            return 0  # the device has them already
+        if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
+            return 0
+        if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
+            return size - self._param_bytes(subject)  # parameters are on the device already
+        return size
+
+    def _copy(self, size_bytes: float, copies: int) -> float:
+        return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
+
+    def _exchanged(self, bucket: Bucket, size_bytes: int, of_replicas: bool) -> float:
+        """Bytes that a rank receives in a collective. A sum of its shard over replicas is a
+        reduce-scatter and an all-gather."""
+        hardware, ranks = self.hardware, bucket.ranks
+        rate = hardware.replicas_gb_s if of_replicas else hardware.interconnect_gb_s
+        start = 0.0 if rate == math.inf else hardware.collective_s * rate * 1e9
+        if of_replicas:
+            return 2 * (bucket.replicas - 1) / bucket.replicas * size_bytes / ranks + start
+        return size_bytes * (ranks - 1) / ranks + start
+
+    def _param_bytes(self, bucket: Bucket) -> int:
+        mine = largest_shard(bucket)
+        return sum(mine.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
+
+
+class Script:
+    """The work of a step's graphs, independent of the machine. Forwards of the schedules run in
+    order, then their backwards in reverse, then their updates. Without an `optimizer` there are no
+    updates; `fused`: elementwise operations are (lowering "inductor")."""
+
+    def __init__(
+        self, schedules: Sequence[Schedule], optimizer: OptimizerCost | None, *, fused: bool
+    ) -> None:
+        def graphs(name: str, each: Sequence[Schedule]) -> list[_Graph]:
+            return [_Graph(s, name, sizes[id(s)]) for s in each if name in s.graphs]
+
+        sizes: dict[int, dict[int, UpdateCost]] = {id(schedule): {} for schedule in schedules}
+        if optimizer is not None:
+            for schedule in schedules:
+                sizes[id(schedule)] = {u.bucket.key: u for u in updates(schedule, optimizer)}
+        forwards = graphs("forward", schedules)
+        self.fused = fused
+        self.graphs = [*forwards, *graphs("backward", schedules[::-1])]
+        self.graphs += graphs("update", schedules) if optimizer is not None else []
+        fresh = {key for graph in self.graphs for key in graph.fresh}
+        for graph in forwards:  # prefetches use weights that are still on the device
+            plan = graph.schedule.plan
+            for item in graph.items:
+                if item.reads_weights in fresh - plan.weights_on_disk:
+                    item.takes, item.fresh = [], item.reads_weights not in plan.device_update
+        self.sets = max((schedule.plan.state_sets for schedule in schedules), default=0)
+
+
+class Steps:
+    """Adds the work of steps on a machine to queues."""
+
+    def __init__(self, script: Script, hardware: Hardware) -> None:
+        self.graphs = []
+        for graph in script.graphs:
+            amounts = _Amounts(graph, hardware, fused=script.fused)
+            self.graphs.append((graph, [amounts.of(item) for item in graph.items]))
+        self.sets = script.sets
+        self.given: dict[Handed, int] = {}  # value of an earlier graph -> the work that makes it
+        self.returned: list[int] = []  # work that is done when the previous graph returns
+        self.deferred: list[int] = []  # the copies that the next drain waits for
+        self.read: list[int] = []  # reads of states from a disk, in order
+        self.written: list[int] = []  # writes of states to a disk
+
+    def add(self, queues: Queues, step: int) -> int:
+        """Add a step; returns the work that ends it, after the last compute and with gradients on
+        the host."""
+        last_compute: list[int] = []
+        for graph, amounts in self.graphs:
+            first, before = len(queues.works), len(self.read)
+            issued = [*self.returned, *last_compute] if graph.name == "update" else []
+            for item, amount in zip(graph.items, amounts, strict=True):
+                waits = [*(first + wait for wait in item.waits), *issued]
+                waits += [self.given[what] for what in item.takes if what in self.given]
+                waits += self.returned if item.begins else []
+                if item.drains:
+                    waits += self.deferred
+                    self.deferred = []
+                since = first + item.since if item.since >= 0 else -1
+                place = graph.name, item.label, item.queue
+                of_replicas = item.of_replicas
+                work = Work(*place, amount, waits, step, since, item.helped, of_replicas)
+                at = queues.add(work)
+                if item.stages:
+                    (self.read if item.queue == READ else self.written).append(at)
+            # a read of states begins after its graph, and after a write has freed a set of buffers
+            for k in range(before, len(self.read)):
+                waits = queues.works[self.read[k]].waits
+                waits += self.returned
+                if 0 <= k - self.sets < len(self.written):
+                    waits.append(self.written[k - self.sets])
+            self.given |= {what: first + at for what, at in graph.gives.items()}
+            self.deferred += [first + at for at in graph.deferred]
+            self.deferred += [self.given[what] for what in graph.awaited if what in self.given]
+            if graph.name != "update":
+                added = [(i, queues.works[i].queue) for i in range(first, len(queues.works))]
+                self.returned = [i for i, queue in added if queue == graph.returns_after][-1:]
+                last_compute = [i for i, queue in added if queue == COMPUTE][-1:] or last_compute
+        return queues.add(Work("update", "", COMPUTE, 0.0, list(self.returned), step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +348,6 @@ class Prediction:
         """The stream that the step waits for the longest."""
         return max(Stream, key=lambda stream: self.critical_s.get(stream, 0.0))
 
-    def __str__(self) -> str:
-        lines = [f"{self.step_s * 1e3:.1f} ms predicted, bound by {self.bound.value}"]
-        for stream in Stream:
-            busy, critical = self.busy_s(stream), self.critical_s.get(stream, 0.0)
-            if busy or stream.in_every_step:
-                share = (busy / self.step_s, critical / self.step_s) if self.step_s else (0.0, 0.0)
-                lines.append(
-                    f"{stream.value:8} {busy * 1e3:9.1f} ms busy, {share[0]:4.0%}; "
-                    f"critical path {share[1]:4.0%}"
-                )
-        return "\n".join(lines)
-
 
 def simulate(
     schedule: Schedule | Sequence[Schedule],
@@ -93,14 +357,11 @@ def simulate(
     steps: int = 1,
     fused: bool = True,
 ) -> Prediction:
-    """Predict `steps` steps on `hardware`.
+    """Predict `steps` steps on `hardware`; of three, the period of the last is a training step.
 
-    Args:
-        schedule: one, or one for each captured graph of a model; their forwards run in order, their
-            backwards in reverse.
-        optimizer: its costs; None: no updates.
-        steps: one runs from idle to idle; with three, the period of the last is a training step.
-        fused: elementwise operations are fused (lowering "inductor").
+    With several schedules, one for each captured graph of a model, forwards run in order, backwards
+    in reverse. Without an `optimizer` there are no updates; `fused`: elementwise operations are
+    (lowering "inductor").
     """
     schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
     return simulate_script(Script(schedules, optimizer, fused=fused), hardware, steps=steps)

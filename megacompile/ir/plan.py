@@ -163,10 +163,9 @@ class Choice:
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     places: Places = Places()  # where buckets live
     device_update: float = 0.0  # the share of the streamed parameters that the device updates
-    more_slots: int = 0  # than requested
     offload: int = 0  # number of first stages whose recompute inputs are offloaded to the host
     saved_on_disk: int = 0  # of these, the number offloaded further to the disk
-    rerun: int = 0  # number of stages that rerun in the backward instead of saving outputs
+    rerun: bool = False  # every other stage reruns in the backward instead of saving its outputs
     state_lookahead: int | None = None  # lookahead of state fetches, in stages; None: like weights
     state_delay: int = 1  # backwards issued before one waits for offloaded states
     saved_on_host: int = 0  # number of other kept stages, with offloaded saved tensors
@@ -184,7 +183,6 @@ class Choice:
             places=where.places,
             saved_on_disk=where.saved_on_disk,
             device_update=where.device_update,
-            more_slots=where.more_slots,
             state_lookahead=where.state_lookahead,
             state_delay=where.state_delay,
         )

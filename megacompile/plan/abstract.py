@@ -2,10 +2,9 @@
 
     model on `meta`, inputs' shapes  ->  Dynamo on fake tensors  ->  the passes, without `lower`
 
-The result is the schedules that `megacompile(model)` would run on CUDA. They can be simulated and
-planned for models that do not fit on this machine. If torch has no CUDA, the metas say `cpu`,
-because autograd refuses tensors of a device that torch was not built for. Attention is then traced
-as the CPU's flash attention, which saves and computes the same values as CUDA's.
+The result is the schedules that `megacompile(model)` would run on CUDA. If torch has no CUDA, the
+metas say `cpu`, because autograd refuses tensors of a device that torch was not built for;
+attention is then traced as the CPU's flash attention, which saves and computes the same values.
 """
 
 from __future__ import annotations
@@ -83,13 +82,10 @@ class AbstractProgram:
         return Planned(self.stages, self.capture, variant)
 
     def schedule(self, *, accumulate: bool = False, reuse: bool = True) -> Schedule:
-        """Build and verify the schedule of a step in the middle of training, without code.
-
-        Args:
-            accumulate: add to the gradients that are already on the host.
-            reuse: the backward reuses the weights that the forward left in the slots. Only valid if
-                no other captured graph runs in between.
-        """
+        """Build and verify the schedule of a step in the middle of training, without code. With
+        `accumulate` it adds to gradients on the host. With `reuse` the backward takes weights
+        that the forward left in the slots, which requires that no other captured graph runs in
+        between."""
         return self.plans.schedule(*self.planned(accumulate=accumulate, reuse=reuse))
 
 
@@ -165,7 +161,7 @@ class _Capturing:
                 f"{type(self.model).__name__} cannot be captured{why}; TORCH_LOGS=graph_breaks "
                 "shows more"
             )
-        partition = self.plans.compiler.partition
+        partition = self.plans.compiler.pipeline.partition
         return [AbstractProgram(each, partition(each), self.plans) for each in self.captures]
 
     def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

@@ -1,14 +1,12 @@
 """The memory that plans may use, and the places that plans and uncaptured code want buckets to be
 in.
 
-The device's budget shrinks after an out-of-memory error.
+The device's budget shrinks after an out-of-memory error. The first plan that reads a bucket decides
+about it, and all later plans keep that decision.
 
-The first plan that reads a bucket decides about it, and all later plans keep that decision.
-Uncaptured code fetches every streamed bucket at each use and waits for it. So the buckets that it
-reads become resident if plans leave room. Half of the room is left for what such code computes,
-because no plan counts it. Only buckets that no plan has decided about are eligible, and a plan that
-reads one takes over the decision. They go back to where they were if a plan does not fit next to
-them or the device runs out of memory.
+Uncaptured code fetches every streamed bucket at each use and waits for it. So the buckets that only
+it reads become resident if plans leave room; half of the room is left for what such code computes.
+They go back if a plan does not fit next to them or the device runs out of memory.
 """
 
 from __future__ import annotations
@@ -25,18 +23,13 @@ from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
-_LESS = 0.9  # the next budget, if the largest plan ran out of memory: a share of its memory
 _REMEMBERED = 8  # captured graphs; the smallest floor among them limits `step_down`
+_LESS = 0.9  # the next budget, if the largest plan ran out of memory: a share of its memory
 
 
 class Budget:
-    """The device memory and disk space that plans may use.
-
-    Args:
-        setting: its free memory is the default limit, read at the first use.
-        limit_bytes: of device memory. None: that of `setting`.
-        disk_bytes: limit of the disk. None: that of `setting`, read at the first use.
-    """
+    """The device memory and disk space that plans may use: the given limits, or those of `setting`,
+    read at the first use."""
 
     def __init__(
         self, setting: Setting, limit_bytes: int | None = None, disk_bytes: int | None = None
@@ -127,24 +120,19 @@ class OpenTo:
 
 
 class WantedPlaces:
-    """The wanted places of buckets; one instance is shared by all plans of a model.
-
-    Args:
-        options: of the model.
-    """
+    """The wanted places of buckets; one instance is shared by all plans of a model."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._places: Places | None = None  # of plans; None: where the buckets are
         self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have decided about
         self._stored: frozenset[int] = frozenset()  # the same for states and weights
-        # The buckets that are resident because uncaptured code reads them.
+        # Buckets that are resident because uncaptured code reads them.
         self._home = BucketPlan(  # the place of a bucket that no plan has decided about
             Tier.DISK if options.disk_weights else Tier.HOST,
             Tier.HOST if options.disk is None else Tier.DISK,
         )
         self._bytes: dict[int, float] = {}  # device memory, by key
-        self._before: dict[int, BucketPlan] = {}  # where they were
         self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
         self._leaving: frozenset[int] = frozenset()  # keys of evicted ones
         self._ended = False  # did the device run out of memory with them?
@@ -156,17 +144,14 @@ class WantedPlaces:
         return self._places is not None
 
     def places(self, now: Placement) -> Places:
-        """The wanted places of all buckets: those of plans, with the buckets of uncaptured code
-        resident and evicted ones back where they were. If nothing may move, only buckets of
-        uncaptured code that are on the device now are resident.
-
-        Args:
-            now: where the buckets are.
-        """
+        """The wanted places of all buckets, which are at `now`: those of plans, with the buckets of
+        uncaptured code resident and evicted ones back where they were. If nothing may move, only
+        buckets of uncaptured code that are on the device now are resident."""
         places = now.places if self._places is None else self._places
         if now.stays:
             return places.taken(now.places.resident.intersection(self._bytes), now.places)
-        places = places.taken(self._leaving & places.resident, Places(self._before))
+        leaving = self._leaving & places.resident
+        places = places.taken(leaving, Places(dict.fromkeys(leaving, self._home)))
         return places.taken(self._bytes, Places(dict.fromkeys(self._bytes, RESIDENT)))
 
     def placement(self, now: Placement) -> Placement:
@@ -180,11 +165,8 @@ class WantedPlaces:
         return self._answer[1]
 
     def open_to(self, schedule: Schedule, now: Placement, *, again: bool) -> OpenTo:
-        """The decisions that a captured graph's plan may make.
-
-        Args:
-            again: buckets that a plan made resident may leave the device.
-        """
+        """The decisions that a captured graph's plan may make. With `again`, buckets that a plan
+        made resident may leave the device."""
         own = frozenset(bucket.key for bucket in schedule.buckets)
         none = frozenset[int]()
         stay = self.options.resident is not None or now.stays
@@ -226,20 +208,15 @@ class WantedPlaces:
         return not self._ended and bucket.key not in self._decided | self._asked
 
     def take(self, sizes: Mapping[int, float], room_bytes: int, now: Placement) -> None:
-        """Make buckets that uncaptured code reads resident, as many as fit: current residents
-        first, then the others in order.
-
-        Args:
-            sizes: bucket key -> bytes on the device, with gradients and states.
-            room_bytes: the device memory that plans leave.
-        """
+        """Make buckets that uncaptured code reads resident, as many as fit into `room_bytes`:
+        current residents first, then the others in order. `sizes` has their bytes on the device,
+        with gradients and states, by key."""
         self._asked |= sizes.keys()
         self._answer = None
         left, resident = _SHARE * room_bytes - self.uncaptured_bytes(), now.places.resident
         for key in sorted(sizes, key=lambda key: key not in resident):
             if key in resident or sizes[key] <= left:
                 self._bytes[key] = sizes[key]
-                self._before[key] = self._home if key in resident else now.places[key]
                 left -= sizes[key]
 
     def uncaptured_bytes(self) -> int:

@@ -1,22 +1,18 @@
 """The choices that a search has simulated, and the moves from one to the next.
 
-Each move starts at a fitting choice and returns the fastest that it found, or the same choice. All
-moves share the simulated times. A choice is skipped if its computes alone take longer than the
-fastest known step.
+Each move starts at a fitting choice and returns the fastest that it found, or the same choice. A
+choice is skipped if its computes alone take longer than the fastest known step.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from megacompile.ir.plan import Choice
-from megacompile.passes.schedule.make_plan import ROWS
 from megacompile.plan.problem import Problem
 
-_SLOTS = (1, 2, 4, 8, 16)  # beyond the options'
 _DELAYS = (1, 2, 4, 8)  # in backwards, of states on their way to the host
 _APART = 1 / 24  # of the stages: resolution of the search for stages kept on the host
 _FEWER = (0, 1, 2, 3)  # numbers of residents to give up for stages that are kept on the host
@@ -25,28 +21,16 @@ _PAYS = 0.01  # of a step's time: the least gain of a move
 _MUCH = 0.03  # the same, if inputs are recomputed or other updates move to the device
 
 
-def _beside(counts: Sequence[int], at: int, least: int) -> list[int]:
-    """Midpoints of the two intervals that meet at `at`, if they are at least `least` long."""
-    k = counts.index(at)
-    near = itertools.pairwise(counts[max(k - 1, 0) : k + 2])
-    return [(a + b) // 2 for a, b in near if b - a >= least]
-
-
 class Candidates:
-    """The simulated choices of one search.
-
-    Args:
-        problem: to solve.
-        keeps: the least and the most kept stages.
-        resident: the search chooses the number of residents.
-    """
+    """The simulated choices of one search. `keeps` are the least and the most kept stages; with
+    `resident` the search chooses the number of residents."""
 
     def __init__(self, problem: Problem, keeps: tuple[int, int], *, resident: bool) -> None:
         self.problem = problem
         self.keeps = keeps
         self.resident = resident
         self.times: dict[Choice, float] = {}  # seconds; the first of equals wins
-        self.counts: set[int] = set()  # of new residents, that `add_each` has tried
+        self._fastest: dict[Choice, Choice] = {}  # results of `_fastest_of`
 
     @property
     def best(self) -> Choice:
@@ -57,32 +41,25 @@ class Candidates:
         """Number of new residents."""
         return len(choice.places.resident - self.problem.here.resident)
 
+    # Simulating choices.
+
     def add_everything(self) -> bool:
         """Simulate the choice that keeps all stages and has all buckets resident, if it fits."""
         count = len(self.problem.candidates) if self.resident else 0
         choice = self.problem.with_residents(count, keep=self.keeps[1])
-        everything = len(choice.places.resident) == len(self.problem.buckets)
-        return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
+        resident = choice.places.resident
+        if len(resident) < len(self.problem.buckets):
+            return False
+        size = self.problem.resident_bytes(resident, gradients=False)  # quick, and too little
+        return size <= self.problem.budget_bytes and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Try every combination of numbers of residents and shares of device updates."""
         for count in counts:
-            self.counts.add(count)
             choice = self.problem.with_residents(count)
             streams = len(choice.places) < len(self.problem.buckets)  # some, without a disk
             for share in sorted(shares) if streams else [0.0]:
                 self.add(replace(choice, device_update=share))
-
-    def middles(self) -> list[int]:
-        """Numbers of residents in the middle of the nearest untried interval on each side of the
-        best one."""
-        at = self.count(self.best)
-        counts = sorted(self.counts | {at})
-        middles = [(a + b) // 2 for a, b in itertools.pairwise(counts)]
-        k = counts.index(at)
-        sides = (middles[:k][::-1], middles[k:])
-        found = (next((n for n in side if n not in counts), at) for side in sides)
-        return sorted({*found} - {at})
 
     def add(self, choice: Choice) -> bool:
         """Simulate a choice with as many kept stages as fit; False if it does not fit at all."""
@@ -104,6 +81,50 @@ class Candidates:
                 return False  # gradients of residents need the memory at the backward's end
         return False
 
+    def _simulate(self, choice: Choice) -> bool:
+        """Record a choice's time; False if it does not fit after all, because `Problem.fits` only
+        estimates."""
+        problem, enough_s = self.problem, min(self.times.values(), default=math.inf) * (1 + _EQUAL)
+        if choice in self.times or problem.least_s(choice) > enough_s:  # by its computes alone
+            return True
+        if not problem.fits_host(choice) or problem.peak_bytes(choice) > problem.budget_bytes:
+            return False
+        step_s = problem.step_s(choice)
+        # a choice that is too slow on the measured host is not simulated on the slower one
+        self.times[choice] = step_s if step_s > enough_s else problem.expected_s(choice)
+        return True
+
+    def _time(self, choice: Choice) -> float:
+        """Seconds of a simulated choice; infinite for others."""
+        return self.times.get(choice, math.inf)
+
+    def _fastest_of(self, choice: Choice) -> Choice:
+        """Try a choice; the fastest that this simulates, the first of equals. The same choice if it
+        does not fit."""
+        if choice not in self._fastest:
+            before = set(self.times)
+            self.add(choice)
+            new = (choice for choice in self.times if choice not in before)
+            self._fastest[choice] = min(new, key=self.times.__getitem__, default=choice)
+        return self._fastest[choice]
+
+    def climb(
+        self, at: int, step: int, numbers: range, look: Callable[[int], Choice], least: int = 1
+    ) -> Choice:
+        """Hill climbing over a number: look `step` below and above while that is faster, then halve
+        the step until it is less than `least`. `look` returns the fastest choice with a number."""
+        found = {at: look(at)}
+        while step >= least:
+            near = [at, *(n for n in (at - step, at + step) if n in numbers)]
+            found |= {n: look(n) for n in near if n not in found}
+            faster = min(near, key=lambda n: self._time(found[n]))
+            if self._time(found[faster]) >= self._time(found[at]) * (1 - _EQUAL):
+                step //= 2
+            at = faster
+        return found[at]
+
+    # The moves.
+
     def add_late_states(self, streamed: Choice) -> None:
         """Try states that leave some backwards later, or are fetched only one stage ahead, with the
         fewest residents (`streamed`) and with the best choice's number. Late states take slots from
@@ -119,129 +140,70 @@ class Candidates:
         least, at = self.count(streamed), self.count(self.best)
         for count in dict.fromkeys((least, at)):
             look(count, _DELAYS)
-        step, twice = (self.count(self.best) - least) // 2, (1, 2)
-        self._climb(self.best, step, lambda n, now: look(n, (k * now.state_delay for k in twice)))
 
-    def _climb(self, best: Choice, step: int, look: Callable[[int, Choice], Choice]) -> Choice:
-        """Hill climbing over the number of residents: look `step` below and above while that is
-        faster, then halve the step.
+        def later(count: int) -> Choice:
+            delay = self.best.state_delay
+            return look(count, (delay, 2 * delay))
 
-        Args:
-            look: returns the fastest choice with a number of residents, given the best one.
-        """
-        least = self.problem.fewest_residents(best) or 0
-        while self.resident and step > 0:
-            counts = (self.count(best) - step, self.count(best) + step)
-            fits = (n for n in counts if least <= n <= len(self.problem.candidates))
-            faster = min([best, *(look(n, best) for n in fits)], key=self._time)
-            if self._time(faster) >= self._time(best) * (1 - _EQUAL):
-                step //= 2
-            best = faster
-        return best
+        at = self.count(self.best)
+        self.climb(at, (at - least) // 2, self._counts(self.best), later)
+
+    def _counts(self, choice: Choice) -> range:
+        """The numbers of new residents that other buckets leave to choose from."""
+        if not self.resident:
+            return range(0)
+        least = self.problem.fewest_residents(choice) or 0
+        return range(least, len(self.problem.candidates) + 1)
 
     def add_offloaded(self, choice: Choice) -> None:
         """Simulate choices with inputs of stages on the host: with as few as necessary, and with
         more, which may leave memory to keep stages.
 
-        If the host does not hold these inputs, stages run again instead of having their outputs
-        wait, or the waiting tensors go on to a disk (`Tiers.settled`). If nothing fits yet, every
-        other stage runs again, then two of three and so on, with as few inputs on the host as
-        possible. The freed device memory is used for residents.
+        If the host does not hold these inputs, every other stage runs again instead of having its
+        outputs wait, or the waiting tensors go on to a disk (`Tiers.settled`). The freed device
+        memory is used for residents: as few as necessary for the others to fit elsewhere, or as
+        many as fit, which leave less work to a disk.
         """
         problem = self.problem
-        few = problem.fewest_offloaded(choice)
-        some = () if few is None else (few, (few + problem.stages) // 2, problem.stages)
-        for count in sorted(set(some)):
-            waiting = replace(choice, offload=count)
-            self._add_with_residents(waiting)
-            again = problem.fewest_reruns(waiting)
-            if again is None:  # the host holds too little: the rest goes to a disk
-                again = problem.reruns(1)
-            if again:
-                self.add(replace(waiting, rerun=again))
-        for row in () if self.times else ROWS:
-            rerun = replace(choice, rerun=problem.reruns(row))
-            fewer = problem.fewest_offloaded(rerun)
-            for count in sorted({0, fewer or 0}):
-                self._add_with_residents(replace(rerun, offload=count))
-
-    def _add_with_residents(self, choice: Choice) -> None:
-        """Simulate a choice with as few residents as necessary for the others to fit elsewhere, and
-        with as many as fit, which leave less work to a disk."""
-        problem = self.problem
-        if not self.resident:
-            self.add(choice)
-            return
-        both = (problem.fewest_residents(choice), problem.most_residents(choice))
-        for count in sorted({count for count in both if count is not None}):
-            self.add(replace(choice, places=problem.places(count)))
-
-    def _simulate(self, choice: Choice) -> bool:
-        """Record a choice's time; False if it does not fit after all, because `Problem.fits` only
-        estimates."""
-        if choice not in self.times:
-            if self.problem.least_s(choice) > self._enough_s():  # by its computes alone
-                return True
-            expected_s = self._expected_s(choice)
-            if expected_s is None:
-                return False
-            self.times[choice] = expected_s
-        return True
-
-    def _enough_s(self) -> float:
-        """Upper bound in seconds: a slower choice is not chosen."""
-        return min(self.times.values(), default=math.inf) * (1 + _EQUAL)
-
-    def _expected_s(self, choice: Choice) -> float | None:
-        """A choice's expected time; None if it does not fit. If it is already too slow on the
-        measured host, the slower host is not simulated."""
-        problem = self.problem
-        if not problem.fits_host(choice) or problem.peak_bytes(choice) > problem.budget_bytes:
-            return None
-        step_s = problem.step_s(choice)
-        return step_s if step_s > self._enough_s() else problem.expected_s(choice)
+        for rerun in (False, True) if problem.may_rerun else (False,):
+            waiting = replace(choice, rerun=rerun)
+            few = problem.fewest_offloaded(waiting)
+            some = () if few is None else (few, (few + problem.stages) // 2, problem.stages)
+            for count in sorted(set(some)):
+                waiting = replace(waiting, offload=count)
+                if not self.resident:
+                    self.add(waiting)
+                    continue
+                both = {problem.fewest_residents(waiting), problem.most_residents(waiting)}
+                for residents in sorted(n for n in both if n is not None):
+                    self.add(replace(waiting, places=problem.places(residents)))
 
     def surest(self) -> Choice:
         """The choice with the most residents among those as fast as the fastest."""
-        fast = [choice for choice, step_s in self.times.items() if step_s <= self._enough_s()]
+        enough_s = self.times[self.best] * (1 + _EQUAL)
+        fast = [choice for choice, step_s in self.times.items() if step_s <= enough_s]
         return max(fast, key=lambda choice: (len(choice.places.resident), -self.times[choice]))
-
-    def _time(self, choice: Choice) -> float:
-        """Seconds of a simulated choice; infinite for others."""
-        return self.times.get(choice, math.inf)
-
-    def _fastest_of(self, choices: Iterable[Choice], default: Choice) -> Choice:
-        """Try choices; the fastest of those that this simulates, the first of equals."""
-        before = set(self.times)
-        for choice in choices:
-            self.add(choice)
-        new = (choice for choice in self.times if choice not in before)
-        return min(new, key=self.times.__getitem__, default=default)
 
     def with_halves(self, best: Choice) -> Choice:
         """Keep half of some stages' saved tensors if it pays off: more stages fit, and the dropped
         half is cheap to recompute. Other numbers of residents are tried with it."""
         at, before = self.count(best), self.times[best]
 
-        def look(count: int, _: Choice) -> Choice:
-            halves = replace(best, places=self.problem.places(count), halves=True)
-            return self._fastest_of([halves], halves)
+        def look(count: int) -> Choice:
+            places = self.problem.places(count)
+            return self._fastest_of(replace(best, places=places, halves=True))
 
         if best.keep == self.problem.stages:
             return best  # nothing is computed again
-        found = look(at, best)
+        found = look(at)
         if self._time(found) >= before * (1 - _EQUAL):
             return best
-        found = self._climb(found, max(1, at // 4), look)
+        found = self.climb(at, max(1, at // 4), self._counts(found), look)
         return found if self._time(found) < before * (1 - _PAYS) else best
 
     def with_memory_freed(self, best: Choice) -> Choice:
         """Free device memory that a fitting plan does not have to free, for more residents or kept
-        stages, if that pays off: inputs of recomputed stages wait on the host or are recomputed.
-
-        Without this, a device on which a plan just fits would get a slower plan than a smaller one,
-        which has to free memory.
-        """
+        stages, if that pays off: inputs of recomputed stages wait on the host or are recomputed."""
         before = self.times[best]
         for choice in self._freed(best, before):
             self.add(choice)
@@ -269,8 +231,8 @@ class Candidates:
         ways = [waiting] if gain_s > _PAYS * step_s else []
         if gain_s > _MUCH * step_s:
             ways += [replace(waiting, device_update=0.0)] if best.device_update else []
-            if rerun := problem.reruns(1):
-                run_again = replace(best, rerun=rerun, keep=0, device_update=0.0)
+            if problem.may_rerun:
+                run_again = replace(best, rerun=True, keep=0, device_update=0.0)
                 ways += [run_again, replace(run_again, offload=problem.stages)]
         for way in ways:
             most = problem.most_residents(way) or 0
@@ -281,46 +243,21 @@ class Candidates:
         """Keep as many stages on the host as pays off. Half of the stages not yet kept are tried
         first, so that copied and recomputed stages alternate. If that does not fit, more are tried,
         because evenly spread they may hold less device memory while they are copied."""
-        count = (self.problem.stages - best.keep) // 2
-        most = self.problem.most_on_host(best)
-        times, choices = {0: self.times[best], self.problem.stages - best.keep: math.inf}, {0: best}
-
-        def tried(n: int) -> bool:
-            choices[n] = self._kept_on_host(best, n)
-            times[n] = self._time(choices[n])
-            return choices[n].saved_on_host > 0
-
-        def fastest() -> int:
-            return min(times, key=times.__getitem__)
-
+        stages, before = self.problem.stages, self.times[best]
+        count, most = (stages - best.keep) // 2, self.problem.most_on_host(best)
         counts = (count, most // 2, most, *(count >> k for k in range(1, count.bit_length())))
-        first = next((n for n in dict.fromkeys(counts) if n and tried(n)), 0)
-        least = max(2, round(self.problem.stages * _APART))
-        while first and (middles := _beside(sorted(times), fastest(), least)):
-            for n in middles:
-                tried(n)
-        return choices[fastest()] if times[fastest()] < times[0] * (1 - _PAYS) else best
 
-    def _kept_on_host(self, best: Choice, count: int) -> Choice:
-        """The fastest choice with `count` stages kept on the host and a few residents fewer, if
-        necessary; `best` if nothing fits."""
-        for fewer in _FEWER[: self.count(best) + 1]:
-            places = self.problem.places(self.count(best) - fewer)
-            more = replace(best, places=places, saved_on_host=count)
-            if (found := self._fastest_of([more], best)) is not best:
-                return found
-        return best
+        def look(n: int) -> Choice:
+            """The fastest with a few residents fewer, if necessary."""
+            found = best
+            for fewer in _FEWER[: self.count(best) + 1] if n else ():
+                places = self.problem.places(self.count(best) - fewer)
+                found = self._fastest_of(replace(best, places=places, saved_on_host=n))
+                if found in self.times:
+                    break
+            return found
 
-    def with_more_slots(self, best: Choice) -> Choice:
-        """Add as many slots as fit and pay off; several may pay off even if one does not."""
-        for more in _SLOTS:
-            choice = replace(best, more_slots=more)
-            if len(best.places.resident) + more >= len(self.problem.buckets):
-                break
-            step_s = self._expected_s(choice)
-            if step_s is None:
-                break
-            if step_s <= self.times[best] * (1 - _PAYS):
-                self.times[choice] = step_s
-                best = choice
-        return best
+        first = next((n for n in counts if n and look(n) in self.times), 0)
+        least = max(1, round(stages * _APART) // 2)
+        found = self.climb(first, first // 2, range(1, stages - best.keep), look, least)
+        return found if self._time(found) < before * (1 - _PAYS) else best

@@ -1,18 +1,16 @@
 """Chooses a plan for each captured graph and shape, once, with the search of `planner`.
 
 The first plan that reads a bucket decides whether it is resident, and later plans keep that
-decision (`wanted`). A later graph decides only about buckets that no earlier graph reads, and all
-graphs together must fit in device memory. After the buckets have moved, each graph is planned again
-and gets the same result.
+decision (`wanted`). All graphs together must fit in device memory. After buckets have moved, each
+graph is planned again and gets the same result.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from megacompile.cost.hardware import pageable_words
 from megacompile.cost.memory import MemoryKind, device_memory
@@ -26,12 +24,20 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget, OpenTo, WantedPlaces
-from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import TOLERANCE, TRIED, refusal, short
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import Searches, SearchResult, nearest, stay_that_fit
+from megacompile.plan.planner import (
+    SearchResult,
+    nearest,
+    search_everywhere,
+    smallest,
+    stay_that_fit,
+    with_fewer_states,
+    with_weights,
+)
 from megacompile.plan.problem import DEVICE, Problem
 from megacompile.plan.setting import Setting
+from megacompile.plan.tiers import Drafts
 from megacompile.text import format_bytes
 
 _Stages = tuple[Stage, ...]  # from `Pipeline.partition`; they identify a captured graph
@@ -41,11 +47,7 @@ _SHORT_S = 4e-3  # forward and backward of a stage; Python takes that long to is
 _SHARE = 0.9  # of the budget, for forwards without a backward: a KV cache may grow
 
 
-class PlanChoice(NamedTuple):
-    """The decisions that a schedule is built from."""
-
-    choice: Choice
-    reasons: tuple[str, ...] = ()
+_PlanChoice = tuple[Choice, tuple[str, ...]]  # with the reasons
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,7 @@ class _Planned:
 
 
 class Chooser:
-    """Searches for choices and caches them.
-
-    Args:
-        setting: the options, and the machine.
-        pipeline: builds the schedules to simulate.
-        budget: of device memory; records the needs of chosen plans.
-    """
+    """Searches for choices and caches them; `budget` records the needs of chosen plans."""
 
     def __init__(self, setting: Setting, pipeline: Pipeline, budget: Budget) -> None:
         self.setting = setting
@@ -83,8 +79,7 @@ class Chooser:
         self.budget = budget
         self.wanted = WantedPlaces(setting.options)
         self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
-        self._searches = Searches(setting)
-        self._chosen: dict[Schedule, PlanChoice] = {}  # by the captured graph's stages
+        self._chosen: dict[Schedule, _PlanChoice] = {}  # by the captured graph's stages
         self._stay_now = False  # do buckets stay in slots because memory allows it?
         self._no_stay = False  # did that run out of memory?
         self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
@@ -98,19 +93,18 @@ class Chooser:
         placement: Placement,
         *,
         again: bool = False,
-    ) -> PlanChoice:
+    ) -> _PlanChoice:
         """The choice for these stages; the first call searches. `schedule` is the same, from
         `Pipeline.differentiated`; see `PassCompiler.choose`."""
         places = placement.places
         if schedule.backward is None:
             stay = self._stay(schedule, placement)
             tiles = max((each.found.choice.tiles for each in self._planned.values()), default=1)
-            return PlanChoice(Choice(places=places, stay=stay, tiles=tiles))
+            return Choice(places=places, stay=stay, tiles=tiles), ()
         if not self.setting.plans:
-            return PlanChoice(Choice(places=places))
-        if stages in self._chosen:
-            return self._chosen[stages]
-        self._chosen[stages] = self._searched(stages, schedule, variant, placement, again=again)
+            return Choice(places=places), ()
+        if stages not in self._chosen:
+            self._chosen[stages] = self._searched(stages, schedule, variant, placement, again=again)
         return self._chosen[stages]
 
     def may_merge(self, stages: Schedule, placement: Placement) -> bool:
@@ -136,7 +130,8 @@ class Chooser:
     ) -> bool:
         """Choose to run stages that `may_merge` accepts as one (`whole`, and `schedule` from
         `Pipeline.differentiated`), if that fits; returns True if it does."""
-        problem = self._problem(whole, schedule, variant, placement, OpenTo())
+        others = self._others(whole, schedule)
+        problem = self.problem(schedule, variant, placement, OpenTo(), others)
         choice = Choice(places=problem.here)
         if not problem.fits(choice):
             return False
@@ -150,7 +145,7 @@ class Chooser:
         found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
         self._planned.pop(whole.stages, None)  # the new one comes last
         self._planned[whole.stages] = _Planned(problem, found, decided=False, merged=stages.stages)
-        self._chosen[whole] = PlanChoice(choice, self._reasons(problem, found, placement))
+        self._chosen[whole] = choice, self._reasons(problem, found, placement)
         return True
 
     def note_fetches(
@@ -172,9 +167,7 @@ class Chooser:
 
     def _peak_bytes(self) -> int:
         """Peak device memory of all plans together."""
-        planned = list(self._planned.values())
-        if not planned:
-            return 0
+        planned = self._planned.values()
         return device_memory(
             self._latest(planned),
             optimizer=self.setting.cost(),
@@ -190,7 +183,7 @@ class Chooser:
         placement: Placement,
         *,
         again: bool,
-    ) -> PlanChoice:
+    ) -> _PlanChoice:
         """Search, cache the result, and place the buckets that no plan has decided about.
 
         Falls back until a plan fits: one without the buckets of uncaptured code; one with
@@ -199,21 +192,21 @@ class Chooser:
         """
         self.budget.agree()
         open_to = self.wanted.open_to(schedule, placement, again=again)
-        everywhere = self._searches.everywhere
-        problem = self._problem(stages, schedule, variant, placement, open_to)
+        others = self._others(stages, schedule)
+        problem = self.problem(schedule, variant, placement, open_to, others)
         before = self._earlier_result(stages, problem)
-        found = before or everywhere(problem)
+        found = before or search_everywhere(problem)
         if found is None and problem.budget_bytes < self.budget.size_bytes():
             self.wanted.leave()
-            problem = self._problem(stages, schedule, variant, placement, open_to)
-            found = everywhere(problem)
+            problem = self.problem(schedule, variant, placement, open_to, others)
+            found = search_everywhere(problem)
         if open_to.weights and before is None:
-            problem, found = self._searches.with_weights(problem, found)
+            problem, found = with_weights(problem, found)
         if found is None and problem.others:  # and no bucket moves
             problem = replace(problem, others=(), undecided=())
-            found = everywhere(problem)
+            found = search_everywhere(problem)
         if found is None:
-            found = self._searches.with_fewer_states(problem) or self._too_small(stages, problem)
+            found = with_fewer_states(problem) or self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
         for key, planned in list(self._planned.items()):  # the last plan, even if merged
@@ -222,11 +215,7 @@ class Chooser:
         decides = bool(open_to.keys) or found is before
         self._planned[stages.stages] = _Planned(problem, found, decides)
         self.wanted.decide(open_to, found.choice, placement)
-        return PlanChoice(found.choice, self._reasons(problem, found, placement))
-
-    def _budget_bytes(self, schedule: Schedule, placement: Placement) -> int:
-        """Device memory for a graph and the other graphs."""
-        return self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
+        return found.choice, self._reasons(problem, found, placement)
 
     def problem(
         self,
@@ -236,14 +225,9 @@ class Chooser:
         open_to: OpenTo | None = None,
         others: Sequence[Schedule] = (),
     ) -> Problem:
-        """The problem that a plan solves.
-
-        Args:
-            schedule: from `Pipeline.differentiated`.
-            placement: where the buckets of the model are. Default: on the host.
-            open_to: the decisions that the plan may make. Default: all.
-            others: drafts of the other captured graphs.
-        """
+        """The problem that a plan solves for a schedule from `Pipeline.differentiated`. By default
+        the buckets of the model are on the host and all decisions are open. `others` are drafts of
+        the other captured graphs."""
         placement = placement or Placement()
         if placement.accumulates:
             variant = replace(variant, accumulate=True)  # needs the most memory
@@ -270,7 +254,7 @@ class Chooser:
             disk_weights=bool(options.disk_weights),
             disk_saved=options.disk_saved,
             offloads=options.activations is Activations.OFFLOAD,
-            budget_bytes=self._budget_bytes(schedule, placement),
+            budget_bytes=self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement),
             host_budget_bytes=self.setting.host_budget_bytes(),
             elsewhere_bytes=on_host,
             disk_budget_bytes=None if disk_bytes is None else max(0, disk_bytes - on_disk),
@@ -307,34 +291,25 @@ class Chooser:
             words.append(f"buckets stay where they are: {placement.stays}")
         return (*found.reasons, *filter(None, words))
 
-    def _problem(
-        self,
-        stages: Schedule,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement,
-        open_to: OpenTo,
-    ) -> Problem:
-        """The problem to solve, next to drafts of the other captured graphs."""
+    def _others(self, stages: Schedule, schedule: Schedule) -> tuple[Schedule, ...]:
+        """Drafts of the other captured graphs."""
         own = {bucket.key for bucket in schedule.buckets}
         every = self._planned.items()
-        others = [each for key, each in every if key != stages.stages and each.keys != own]
-        return self.problem(schedule, variant, placement, open_to, self._latest(others))
+        return self._latest(
+            [each for key, each in every if key != stages.stages and each.keys != own]
+        )
 
     @staticmethod
-    def _latest(every: Sequence[_Planned]) -> tuple[Schedule, ...]:
-        """The latest draft of each set of buckets.
-
-        Graphs that read the same buckets are the same code for other inputs, so only one of them
-        runs at a time.
-        """
+    def _latest(every: Iterable[_Planned]) -> tuple[Schedule, ...]:
+        """The latest draft of each set of buckets: graphs that read the same buckets are the same
+        code for other inputs, so only one of them runs at a time."""
         latest = {planned.keys: planned for planned in every}
         return tuple(planned.schedule for planned in latest.values())
 
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
         """Nothing fits: use the smallest plan if its excess is within the error of predictions,
         else raise `DeviceMemoryError` or `HostMemoryError`."""
-        problem, tiles = self._searches.smallest(problem)
+        problem, tiles = smallest(problem)
         choice, most = replace(problem.tightest(), tiles=tiles), TOLERANCE * problem.budget_bytes
         if problem.peak_bytes(choice) > most or not problem.fits_host(choice):
             choice = replace(nearest(problem), tiles=tiles)
@@ -362,7 +337,8 @@ class Chooser:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
             return 0
-        size = int(_SHARE * self._budget_bytes(schedule, placement))
+        size = self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
+        size = int(_SHARE * size)
         count = stay_that_fit(self.pipeline, self.setting, schedule, placement.places, size)
         self._stay_now |= count > 0
         return count
@@ -379,14 +355,11 @@ class Chooser:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""
         choice = self._nearest.get(stages.stages, Choice(0, state_lookahead=1))
         choice = replace(choice, places=placement.places)
-        self._chosen[stages] = PlanChoice(choice, (reason,))
+        self._chosen[stages] = choice, (reason,)
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; describes the change, or returns "" if nothing
-        changes.
-
-        Stages keep the choices that they have, because a backward may be pending.
-        """
+        changes. Stages keep the choices that they have, because a backward may be pending."""
         if self.wanted.end():
             return "buckets that only uncaptured code reads leave the device"
         how = self.budget.step_down()

@@ -1,14 +1,8 @@
-"""Plans, verifies and lowers captured graphs: the facade over the parts of a planner.
-
-Setting    the options, and the machine to plan for
-Pipeline   the passes: builds a schedule from a `Choice`
-Budget     the memory that plans may use
-Chooser    searches for a `Choice` that fits
-"""
+"""Plans, verifies and lowers captured graphs: the facade over the parts of a planner."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,15 +32,8 @@ _CAPTURES = 4  # at most, per stage: other sizes, evaluation, accumulated gradie
 
 
 class PassCompiler:
-    """Chooses, builds, verifies and lowers.
-
-    Args:
-        setting: the options, and the machine to plan for.
-        units: of the model.
-        budget_bytes: device memory that plans may use. None: the user's limit, or the free memory.
-        disk_budget_bytes: of the disk. None: the user's limit, or the free space.
-        templates: already traced code.
-    """
+    """Chooses, builds, verifies and lowers. Budgets are in bytes; None: the user's limit, or what
+    is free. `templates` is already traced code."""
 
     def __init__(
         self,
@@ -77,13 +64,8 @@ class PassCompiler:
         disk_budget_bytes: int | None = None,
     ) -> PassCompiler:
         """A compiler that plans the same model from scratch with other options, sharing the traced
-        code.
-
-        Args:
-            host_bytes: default: the same.
-            disk_budget_bytes: default: the same. The disk is not queried again, because this model
-                may have filled it meanwhile.
-        """
+        code. By default host and disk budgets are the same; the disk is not queried again, because
+        this model may have filled it meanwhile."""
         if host_bytes is None:
             host_bytes = self.setting.host_bytes
         return PassCompiler(
@@ -95,10 +77,6 @@ class PassCompiler:
             disk_budget_bytes=disk_budget_bytes or self.budget.disk_bytes(),
             templates=self.pipeline.templates,
         )
-
-    def partition(self, capture: Capture) -> Schedule:
-        """Divide a captured graph into stages."""
-        return self.pipeline.partition(capture)
 
     def resized(self, stages: Schedule, values: Values) -> Schedule:
         """The stages, planned for other values of their symbols. Cached, because a call may start
@@ -116,11 +94,8 @@ class PassCompiler:
         return schedule
 
     def _may_run_uncompiled(self, schedule: Schedule) -> bool:
-        """True if a step may run a schedule before its code is compiled.
-
-        False if results must be deterministic, and if unfused operators need more device memory
-        than the plans leave.
-        """
+        """True if a step may run a schedule before its code is compiled: results need not be
+        deterministic, and the plans leave enough device memory for unfused operators."""
         options = self.setting.options
         if options.lowering is Lowering.EAGER or options.ranks > 1 or self._waits:
             return False
@@ -135,18 +110,6 @@ class PassCompiler:
         beside = self.chooser.wanted.uncaptured_bytes()
         return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
 
-    def code_is_ready(self) -> bool:
-        """True if code is now compiled that schedules have had to run without."""
-        return self.pipeline.to_come.is_ready()
-
-    def load_code(self, patience_s: float) -> bool:
-        """Load compiled code for at most `patience_s`; True if all of it is loaded."""
-        return self.pipeline.to_come.load(patience_s)
-
-    def use_code(self) -> None:
-        """Run the loaded code from now on. No backward may be pending."""
-        self.pipeline.to_come.use()
-
     def choose(
         self,
         stages: Schedule,
@@ -156,12 +119,9 @@ class PassCompiler:
         *,
         again: bool = False,
     ) -> Placement:
-        """Make the choice that `plan` builds; returns the placement that all plans so far want.
-
-        Args:
-            stages: from `partition`.
-            placement: where the buckets are.
-            again: buckets that a plan for smaller inputs made resident may leave the device.
+        """Make the choice that `plan` builds, for stages from `partition` and buckets at
+        `placement`; returns the placement that all plans so far want. With `again`, buckets that a
+        plan for smaller inputs made resident may leave the device.
 
         Raises:
             DeviceMemoryError: no plan fits on the device.
@@ -180,16 +140,12 @@ class PassCompiler:
         *,
         draft: bool = False,
     ) -> Schedule:
-        """Build the verified schedule, whose templates have graphs but no code yet.
-
-        Args:
-            stages: from `partition`.
-            placement: where the buckets are when the schedule runs.
-            draft: for simulation only: not verified, and without a history.
+        """Build the verified schedule, whose templates have graphs but no code yet, for buckets at
+        `placement` when it runs. A `draft` is for simulation only: not verified, and without a
+        history.
 
         Raises:
-            DeviceMemoryError: no plan fits on the device.
-            HostMemoryError: no plan that fits on the device fits on the host.
+            DeviceMemoryError, HostMemoryError: as `choose`.
         """
         stages = self._as_run(stages, capture, variant, placement)
         schedule = self._differentiated(stages, capture, variant)
@@ -263,12 +219,6 @@ class PassCompiler:
         """The placement that all plans so far want, given the current one."""
         return self.chooser.wanted.placement(placement)
 
-    def note_fetches(
-        self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
-    ) -> None:
-        """Note that uncaptured code reads these buckets; they may become resident."""
-        self.chooser.note_fetches(buckets, trained, placement)
-
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget the code and plans of all but these captured stages and schedules."""
         self._last = self._last_resized = None
@@ -299,18 +249,9 @@ class PassCompiler:
             return "stages run compiled code"
         return self.chooser.step_down()
 
-    def needs(self) -> str:
-        """Device memory of the smallest feasible plan, as a table; "" if unknown."""
-        return self.budget.needs()
-
 
 class SettledPlans:
-    """Plans with every bucket where the plans want it, as in a model's calls after the first.
-
-    Args:
-        compiler: makes the plans.
-        placement: where the buckets start.
-    """
+    """Plans with every bucket where the plans want it, as in a model's calls after the first."""
 
     def __init__(self, compiler: PassCompiler, placement: Placement | None = None) -> None:
         self.compiler = compiler

@@ -1,8 +1,5 @@
-"""Renders the findings about a planned step for a terminal or a notebook.
-
-Each section is a function from the findings to its rows. `megacompile plan` prints some of the
-sections on its own page.
-"""
+"""Renders the findings about a planned step: each section is a function from the findings to its
+rows."""
 
 from __future__ import annotations
 
@@ -78,13 +75,15 @@ def _sections(found: Findings) -> list[Section]:
     measured = ""
     if found.traced_step_s is not None:
         measured = f", {duration(found.traced_step_s)} traced"
+    note = ["each share assumes that the others stay the same, so they add up to more than 100%"]
+    note = note if sum(found.bounds.values()) > _ALL else []
     step = f"a step: {duration(found.step_s)} predicted{measured}; bound by {found.bound}"
     page: list[Section] = [
         ("stages", _stage_rows(found)),
         (f"memory: the device's peak is at {found.device.when}", memory_rows(found)),
         ("the plan", list(found.reasons)),
         (step, _stream_rows(found)),
-        ("its time depends on", [*_bounds_lines(found), *network_lines(found)]),
+        ("its time depends on", [bounds_text(found), *note, *network_lines(found)]),
     ]
     if found.traced_step_s is not None:
         page.append(("critical path of the traced steps", [traced_waits_text(found)]))
@@ -177,12 +176,6 @@ def bounds_text(found: Findings) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "none of these"
 
 
-def _bounds_lines(found: Findings) -> list[str]:
-    more = sum(found.bounds.values()) > _ALL
-    note = "each share assumes that the others stay the same, so they add up to more than 100%"
-    return [bounds_text(found), *([note] if more else [])]
-
-
 def network_lines(found: Findings) -> list[str]:
     """The rate at which replicas sum gradients; [] without replicas."""
     if found.network_gb_s is None:
@@ -210,14 +203,11 @@ def _slowest_lines(found: Findings) -> list[str]:
         return ", ".join(map(str, ranks)) + where
 
     lines = []
-    for slow in found.slow_ranks:
-        rate, reach = slow.rate, "take" if slow.rate.unit == "us" else "reach"
-        if slow.matters:
-            lines.append(
-                f"{named(rate.ranks, rate.hosts)}: {rate.name} at {rate.value:.3g} {rate.unit} "
-                f"while the others {reach} {rate.median:.3g}; at their rate a step would be "
-                f"{slow.shorter:.0%} shorter"
-            )
+    for rate in found.slow_ranks:
+        lines.append(
+            f"{named(rate.ranks, rate.hosts)}: {rate.name} at {rate.value:.3g} {rate.unit}, the "
+            f"others at {rate.median:.3g}; at their rate a step would be {rate.shorter:.0%} shorter"
+        )
     last = found.last_rank
     if last is not None and last.waited_s > FELT * last.step_s:
         why = "none of its recorded ops takes longer than the others': its host has other work"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
-from megacompile.cost.hardware import SHORT
 from megacompile.cost.ops import node_s
 from megacompile.cost.rank_rates import RankRates, SlowRate, slow_rates
 from megacompile.cost.simulate import Prediction
@@ -66,10 +65,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes that a model has read from its disk and written to it so far.
-
-    Reads through memory maps, as by `state_dict()`, are not counted.
-    """
+    """Bytes that a model has read from its disk and written to it so far, without reads through
+    memory maps, as by `state_dict()`."""
 
     read_bytes: int
     written_bytes: int
@@ -94,19 +91,6 @@ class Busy:
     waited_s: float  # this stream's part of the step's critical path
     traced_s: float | None  # per step; None: no trace
     traced_waited_s: float | None  # the same of a traced step
-
-
-@dataclass(frozen=True, slots=True)
-class SlowRank:
-    """A rate at which some ranks are slower than the others, and its cost."""
-
-    rate: SlowRate
-    shorter: float  # predicted share of the step that the others' rate would save
-
-    @property
-    def matters(self) -> bool:
-        """True if it makes steps noticeably longer."""
-        return self.shorter >= _SHORTER
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -138,7 +122,7 @@ class Findings:
     network_gb_s: float | None = None  # per rank, between replicas; None: no replicas
     network_is_assumed: bool = False  # neither measured nor given
     hosts: tuple[str, ...] = ()  # of the ranks, if their rates are known
-    slow_ranks: tuple[SlowRank, ...] = ()  # the most costly first
+    slow_ranks: tuple[SlowRate, ...] = ()  # that make steps noticeably longer, the costliest first
     last_rank: LastRank | None = None  # the rank that the others wait for; None: not traced
     disk_traffic: DiskTraffic | None = None  # None: nothing on a disk
     code: dict[str, CodeCounts] = field(default_factory=dict)  # compiled code, by kind
@@ -164,18 +148,10 @@ class Findings:
 
         Args:
             now: the step.
-            model: name of its class.
-            parameters: its number of parameters.
             traced: a trace of whole steps; the first is ignored if there are more.
-            changes: from `megacompile.plan.scenario.changes`.
-            budgets: from `megacompile.plan.scenario.budgets`.
-            locked_bytes: page-locked host memory. Default: as much as the limit allows, if it is
-                known.
-            numa_node: the one near the GPU if there are several: "1 of 2".
+            locked_bytes: page-locked host memory. Default: as much as the limit allows, if known.
             rates: of each rank that shares the model; `now` is planned with the slowest.
             rank_steps: the traced steps of each rank.
-            code: counts of compiled code, by kind.
-            moved: the disk's traffic so far.
         """
         peak, device = now.device.peak, now.device_kinds()
         host, disk, planned = now.host(), now.disk(), now.disk_traffic()
@@ -234,10 +210,8 @@ class Findings:
 
     @property
     def traced_bound(self) -> str | None:
-        """The stream that the traced steps waited for most ("host": the host's update).
-
-        That stream is not always the busiest; see `megacompile.views.critical_path`.
-        """
+        """The stream that the traced steps waited for most ("host": the host's update), which is
+        not always the busiest."""
         waits = self.traced_waits
         return max(waits, key=waits.__getitem__) if waits else None
 
@@ -281,37 +255,26 @@ def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...
     return tuple(found)
 
 
-def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ...]:
-    """The rates at which ranks are slower than the others, the most costly first.
-
-    Plans use the slowest rate of all ranks. The cost of a slow rank is found by simulating the same
-    step with the others' rate.
-    """
+def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRate, ...]:
+    """The rates at which ranks are slower than the others, found by simulating the same step with
+    the others' rate."""
     found = []
     for rate in slow_rates(ranks):
         step_s = now.timeline(rate.at_median(now.hardware)).step_s
-        found.append(SlowRank(rate, max(0.0, 1 - step_s / now.step_s) if now.step_s else 0.0))
+        if step_s <= now.step_s * (1 - _SHORTER):
+            found.append(replace(rate, shorter=1 - step_s / now.step_s))
     return tuple(sorted(found, key=lambda each: -each.shorter))
 
 
-def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The reasons of all plans; a reason that not all graphs share names its graphs.
-
-    Page-locked memory is shared by the whole model, so only the last graph's reason counts.
-    """
+def _reasons(plans: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The reasons of all plans; a reason that not all graphs share names its graphs."""
     graphs: dict[str, list[int]] = {}
     for i, reasons in enumerate(plans, start=1):
         for reason in dict.fromkeys(reasons):
             graphs.setdefault(reason, []).append(i)
-    short = [reason for reason in graphs if reason.startswith(SHORT)]
-    last = max(short, key=lambda reason: graphs[reason][-1], default=None)
-    found = []
     for reason, of in graphs.items():
-        everywhere = len(of) == len(plans) or reason == last
-        if everywhere or reason not in short:
-            which = "graph" if len(of) == 1 else "graphs"
-            found.append(reason if everywhere else f"{which} {', '.join(map(str, of))}: {reason}")
-    return tuple(found)
+        which = f"graph{'s' if len(of) > 1 else ''} {', '.join(map(str, of))}: "
+        yield reason if len(of) == len(plans) else which + reason
 
 
 def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, ...]:
@@ -334,14 +297,11 @@ def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, .
     )
 
 
-# Stages that are alike share a row. Two kinds that alternate get two rows: `0 2 4` and `1 3 5`.
-
 _COMPUTES = ("forward", "recompute", "backward")
 
 
 def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
-    """The stages of a step in forward order, grouped if they are alike and consecutive, or
-    alternate with one other group."""
+    """The stages of a step, grouped if they are alike, in the order of the first of each group."""
     templates = dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
     order = {id(template): index for index, template in enumerate(templates)}
     found: list[StageGroup] = []
@@ -352,16 +312,12 @@ def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
                 stage: Stage = ops.arguments(node)[0]
                 time_s = node_s(node, now.hardware, fused=now.fused)
                 times[stage.index, ops.effects(node).name] = time_s
-        rows: list[tuple[tuple[Any, ...], list[Stage]]] = []
+        groups: dict[tuple[Any, ...], list[Stage]] = {}
         for stage in schedule.stages:
             mine = (times.get((stage.index, name), 0.0) for name in _COMPUTES)
             alike = order[id(stage.traced)], _treatment(schedule, stage), *mine
-            row = next((stages for known, stages in rows[-2:] if known == alike), None)
-            if row is None:
-                rows.append((alike, [stage]))
-            else:
-                row.append(stage)
-        for (template, *treated), stages in rows:
+            groups.setdefault(alike, []).append(stage)
+        for (template, *treated), stages in groups.items():
             first, last = stages[0], stages[-1]
             names = first.name if first is last else f"{first.name} ... {last.name}"
             which = (graph, first.index, last.index, len(stages), printable(names), template)

@@ -49,12 +49,8 @@ def _table(kinds: Mapping[str, int], needed: int, available: int | None) -> str:
 
 def refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
     """The error text of a model that does not fit: the memories that are too small, what takes the
-    first, and changes that would be enough.
-
-    Args:
-        choice: the closest one.
-        disk_weights: parameters may be on the disk; None: only if nothing else fits.
-    """
+    first, and changes that would be enough. `choice` is the closest one; `disk_weights` as in the
+    options."""
     lacks, peak = problem.lacking(choice), problem.memory(choice).peak
     device = short(DEVICE, peak.total_bytes, problem.budget_bytes)
     device += f", at {peak.graph} {peak.label}, with every stage recomputed{_how(choice)}"
@@ -79,12 +75,10 @@ def refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
 
 
 def _how(choice: Choice) -> str:
-    counts = {
-        "{} buckets resident": len(choice.places.resident),
-        "the inputs of {} stages on the host": choice.offload,
-        "{} stages run again": choice.rerun,
-    }
-    return "".join(f", {text.format(count)}" for text, count in counts.items() if count)
+    found = [f", {len(choice.places.resident)} buckets resident"] if choice.places.resident else []
+    if choice.offload:
+        found.append(f", the inputs of {choice.offload} stages on the host")
+    return "".join(found) + (", every other stage run again" if choice.rerun else "")
 
 
 def _changes(problem: Problem, choice: Choice, disk_weights: bool | None) -> Iterator[str]:
@@ -106,21 +100,18 @@ def _changes(problem: Problem, choice: Choice, disk_weights: bool | None) -> Ite
             if size <= left:
                 break
     budget = problem.disk_budget_bytes
-    may_move = disk_weights is not True and now.master_bytes is None
-    may_move = may_move and all(bucket.ranks == 1 for bucket in problem.buckets)
-    for weights in (disk_weights is True, *([None] if may_move else [])):  # first, none but states
-        any_disk = replace(
-            problem, disk_budget_bytes=sys.maxsize, storable=None, disk_weights=weights
-        )
-        stored = any_disk.settled(replace(choice, places=Places.of(choice.places.resident)))
-        size = any_disk.disk_bytes(stored)
-        if not size or not any_disk.fits_host(stored):
-            continue
-        how = ["with disk="] if budget is None else []
-        how += ["without disk_weights=False"] if weights is None and disk_weights is False else []
-        if how:
-            also = ", including parameters" if weights is None else ""
-            yield f"{' and '.join(how)} it would fit: {format_bytes(size)} there{also}"
-        elif budget is not None and size > budget:
-            yield more({DISK: size - budget})
+    may_move = now.master_bytes is None and all(bucket.ranks == 1 for bucket in problem.buckets)
+    weights = True if disk_weights else None if may_move else False
+    any_disk = replace(problem, disk_budget_bytes=sys.maxsize, storable=None, disk_weights=weights)
+    stored = any_disk.settled(replace(choice, places=Places.of(choice.places.resident)))
+    size = any_disk.disk_bytes(stored)
+    if not size or not any_disk.fits_host(stored):
         return
+    moves = weights is None and bool(stored.places.weights_on_disk)
+    how = ["with disk="] if budget is None else []
+    how += ["without disk_weights=False"] if moves and disk_weights is False else []
+    if how:
+        also = ", including parameters" if moves else ""
+        yield f"{' and '.join(how)} it would fit: {format_bytes(size)} there{also}"
+    elif budget is not None and size > budget:
+        yield more({DISK: size - budget})

@@ -1,11 +1,9 @@
 """Runs the passes in order, from a captured graph and a `Choice` to a schedule.
 
-    partition        capture            ->  stages
-    differentiated   stages             ->  forward and backward, the input of the search for a plan
-    planned          those, and Choice  ->  the schedule with a plan, saved tensors and movement
-    lowered          the schedule       ->  with code
-
-Nothing is decided here. Traced templates and the stages of the latest captures are cached.
+partition        capture            ->  stages
+differentiated   stages             ->  forward and backward, the input of the search for a plan
+planned          those, and Choice  ->  the schedule with a plan, saved tensors and movement
+lowered          the schedule       ->  with code
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.inputs import unpack
 from megacompile.passes.capture.losses import widen_losses
 from megacompile.passes.schedule.assign_slots import assign_slots
-from megacompile.passes.schedule.device_update import insert_device_update
+from megacompile.passes.schedule.device_update import insert_device_update, insert_updates
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.insert_collectives import (
@@ -51,8 +49,7 @@ from megacompile.passes.schedule.insert_disk import (
 )
 from megacompile.passes.schedule.insert_tokens import insert_tokens
 from megacompile.passes.schedule.make_plan import make_plan
-from megacompile.passes.schedule.norms import insert_norms
-from megacompile.passes.schedule.offload_grad import offload_gradients
+from megacompile.passes.schedule.offload_grad import insert_norms, offload_gradients
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute, insert_reruns
@@ -62,7 +59,6 @@ from megacompile.passes.schedule.split import (
     stages_in_tiles,
 )
 from megacompile.passes.schedule.update_graph import insert_update_graph
-from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
@@ -74,13 +70,7 @@ _REMEMBERED = 8  # captures, with their stages
 
 
 class Pipeline:
-    """The passes, bound to the options.
-
-    Args:
-        setting: the options, and the machine whose costs count.
-        units: of the model.
-        templates: already traced code; new templates are added.
-    """
+    """The passes, bound to the options; new templates are added to `templates`."""
 
     def __init__(
         self, setting: Setting, units: tuple[Unit, ...], templates: TemplateCache | None = None
@@ -125,8 +115,9 @@ class Pipeline:
         for reason in reasons:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
                 notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reason}")
-        divide = functools.partial(partition, capture, self.units, whole=whole)
-        stages = _timed("partition", None, divide, history)
+        start = time.perf_counter()
+        stages = partition(capture, self.units, whole=whole)
+        stages = replace(stages, history=_recorded("partition", "", stages, start, history))
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = _run(stages, [("strides", settle)])
@@ -191,7 +182,7 @@ class Pipeline:
     def moving(self, schedule: Schedule, variant: Variant, choice: Choice) -> Schedule:
         """Insert the movement of weights, gradients and states, after `saving`."""
         options = self.setting.options
-        slots = options.least_slots + choice.more_slots
+        slots = options.least_slots
         if options.ranks > 1 and options.optimizer is not None:
             slots += 1  # updates run a stage later: see `delay_reduced`
             slots += options.replicas > 1 and variant.accumulate and variant.update  # or two
@@ -291,13 +282,12 @@ class Pipeline:
         """Lower a schedule's templates to code; with `waits`, wait until that is compiled."""
         code = functools.partial(
             lower,
-            schedule,
             lowering=self.setting.options.lowering,
             progress=self._progress,
             to_come=self.to_come,
             waits=waits,
         )
-        return _timed("lower", schedule, code)
+        return _run(schedule, [("lower", code)])
 
     def _progress(
         self, work: Iterable[tuple[Template, Code]], total: int
@@ -323,8 +313,8 @@ class Pipeline:
             del self.templates[key]
 
 
-# Runs of passes, whose input, output and time go to `Schedule.history` and to the log. A draft has
-# no history: it is only simulated, and there are many of them.
+# Runs of passes, whose input, output and time go to the history and to the log. A draft has no
+# history: it is only simulated, and there are many of them.
 
 _SchedulePass = tuple[str, Callable[[Schedule], Schedule]]
 _CapturePass = tuple[str, Callable[[Capture], Capture | tuple[Capture, tuple[str, ...]]]]
@@ -337,33 +327,11 @@ def _run(schedule: Schedule, passes: Sequence[_SchedulePass]) -> Schedule:
         if schedule.draft:
             schedule = function(schedule)
         else:
-            schedule = _timed(name, schedule, functools.partial(function, schedule))
+            was, start = _actions(schedule), time.perf_counter()
+            after = function(schedule)
+            history = _recorded(name, was, after, start, schedule.history)
+            schedule = replace(after, history=history)
     return schedule
-
-
-def _timed(
-    name: str,
-    before: Schedule | None,
-    function: Callable[[], Schedule],
-    history: _History = (),
-) -> Schedule:
-    """Run a pass and record it.
-
-    Args:
-        before: the pass's input; None if only `history` precedes it.
-    """
-    start = time.perf_counter()
-    after = function()
-    time_s = time.perf_counter() - start
-    was = "" if before is None else _actions(before)
-    nodes = sum(len(graph.nodes) for graph in after.graphs.values())
-    record = PassRecord(name, was, _actions(after), time_s, nodes)
-    history = history if before is None else before.history
-    return replace(after, history=_recorded(after.name, history, record))
-
-
-def _actions(schedule: Schedule) -> str:
-    return "\n".join(ops.actions(graph) for graph in schedule.graphs.values())
 
 
 def _run_on_capture(
@@ -373,22 +341,28 @@ def _run_on_capture(
     reasons: tuple[str, ...] = ()
     history: _History = ()
     for name, function in passes:
-        start, was = time.perf_counter(), _called(capture)
+        was, start = _actions(capture), time.perf_counter()
         result = function(capture)
         capture, why = (result, ()) if isinstance(result, Capture) else result
-        time_s, nodes = time.perf_counter() - start, len(capture.module.graph.nodes)
-        record = PassRecord(name, was, _called(capture), time_s, nodes)
-        history = _recorded(capture.name, history, record)
+        history = _recorded(name, was, capture, start, history)
         reasons += why
     return capture, reasons, history
 
 
-def _called(capture: Capture) -> str:
-    """Names of the call nodes of a captured graph."""
-    return " ".join(n.name for n in capture.module.graph.nodes if n.op.startswith("call_"))
-
-
-def _recorded(graph: str, history: _History, record: PassRecord) -> _History:
+def _recorded(
+    name: str, was: str, after: Schedule | Capture, start: float, history: _History
+) -> _History:
     """The history with one more pass, which goes to the log too."""
-    log.pass_done(graph, record, history[-1].nodes if history else 0)
+    time_s = time.perf_counter() - start
+    graphs = [after.module.graph] if isinstance(after, Capture) else after.graphs.values()
+    nodes = sum(len(graph.nodes) for graph in graphs)
+    record = PassRecord(name, was, _actions(after), time_s, nodes)
+    log.pass_done(after.name, record, history[-1].nodes if history else 0)
     return (*history, record)
+
+
+def _actions(of: Schedule | Capture) -> str:
+    """The actions of a schedule, or the names of the call nodes of a captured graph."""
+    if isinstance(of, Capture):
+        return " ".join(n.name for n in of.module.graph.nodes if n.op.startswith("call_"))
+    return "\n".join(ops.actions(graph) for graph in of.graphs.values())

@@ -1,28 +1,25 @@
 """Searches for the fastest plan that fits: which stages are kept, which buckets are resident.
 
-There are four uses for more memory. A kept stage avoids its recompute. A resident bucket avoids its
-copies and the host update. A bucket updated on the device avoids the host update. One more slot
-avoids copying a bucket twice if the backward reads it soon. They compete for memory, so plans are
-built and simulated. Each candidate has a number of resident buckets (the first in forward order,
-whose updates the next forward waits for), a share of the other buckets that is updated on the
-device, and as many kept stages as fit (the last ones, whose saved tensors live the shortest; fewer
-are tried too if copies bound the step). The search alternates between the share and the number,
-each over a coarse grid, and then refines the number. Then stages that are not kept may be kept on
-the host if that pays off, and the remaining memory goes to slots.
+A kept stage avoids its recompute; a resident bucket its copies and the host update; a bucket
+updated on the device the host update. They compete for memory, so plans are built and simulated.
+Each candidate has a number of resident buckets (the first in forward order, whose updates the next
+forward waits for), a share of the other buckets that is updated on the device, and as many kept
+stages as fit (the last ones, whose saved tensors live the shortest). The search alternates between
+the share and the number, each over a coarse grid, then refines the number, and then tries the moves
+of `candidates`.
 
-Host memory and the disk are budgets too. Enough buckets are made resident that the others fit on
-the host, including the gradients and states that they will get. If nothing fits that way, memory is
-traded for time: inputs of the first stages wait on the host, stages run again for their outputs,
-and what still does not fit on the host goes to a disk.
+Enough buckets are made resident that the others fit on the host. If nothing fits, memory is traded
+for time: inputs of the first stages wait on the host, stages run again for their outputs, and what
+still does not fit on the host goes to a disk.
 
-The host's rates are less certain than the device's: they vary from day to day and with its other
-load. The fastest plan for the measured rates would finish its updates just when the next forward
-needs them, so plans are compared by their mean time over the measured host and a slower one.
+The host's rates vary from day to day and with its other load, so plans are compared by their mean
+time over the measured host and a slower one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megacompile import notices
@@ -32,7 +29,7 @@ from megacompile.ir.capture import Variant
 from megacompile.ir.plan import Choice, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Lowering
-from megacompile.passes.schedule.make_plan import ROWS, staying
+from megacompile.passes.schedule.make_plan import staying
 from megacompile.plan.candidates import Candidates
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.problem import Problem
@@ -61,15 +58,11 @@ def search(
     resident: bool = True,
     activations_fixed: bool = False,
     device_update: bool = True,
-    slots: bool = True,
 ) -> SearchResult | None:
     """Find the fastest choice that fits; None if not even the smallest does.
 
-    Args:
-        resident: buckets may be resident.
-        activations_fixed: the options determine what is kept or offloaded.
-        device_update: streamed buckets may be updated on the device.
-        slots: there may be more than the options ask for.
+    With `resident`, buckets may be resident. `activations_fixed`: the options determine what is
+    kept or offloaded. With `device_update`, streamed buckets may be updated on the device.
     """
     least = problem.fewest_residents() if resident else 0
     if least is None:
@@ -92,19 +85,14 @@ def search(
         both = dict.fromkeys((candidates.with_halves(best), best))
         best = min(map(candidates.with_memory_freed, both), key=candidates.times.__getitem__)
         best = candidates.with_saved_on_host(best)
-    if slots:
-        best = candidates.with_more_slots(best)
     peak, step_s = problem.peak_bytes(best), problem.step_s(best)
     why = _reasons(candidates, best, step_s, peak)
     return SearchResult(best, step_s, peak, len(candidates.times), why)
 
 
 def _add_grid(candidates: Candidates, least: int, shares: Sequence[float]) -> None:
-    """Try numbers of residents and shares of device updates in turn; then refine the number.
-
-    Args:
-        least: the fewest residents with which the other buckets fit on the host.
-    """
+    """Try numbers of residents, from `least`, and shares of device updates in turn; then refine the
+    number."""
     problem, total = candidates.problem, len(candidates.problem.candidates)
     candidates.add_each([least], shares)
     if not candidates.resident:
@@ -114,10 +102,15 @@ def _add_grid(candidates: Candidates, least: int, shares: Sequence[float]) -> No
     likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
     counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
     candidates.add_each(counts, likely)
-    candidates.add_each([candidates.count(candidates.best)], shares)
-    for _ in range(3):
-        likely = {0.0, handed, candidates.best.device_update}
-        candidates.add_each(candidates.middles(), likely)
+    at = candidates.count(candidates.best)
+    candidates.add_each([at], shares)
+
+    def look(count: int) -> Choice:
+        candidates.add_each([count], {0.0, handed, candidates.best.device_update})
+        return candidates.best
+
+    gaps = [b - a for a, b in itertools.pairwise(counts) if at in (a, b)]
+    candidates.climb(at, max(gaps, default=0) // 2, range(least, most + 1), look)
 
 
 def _reasons(candidates: Candidates, best: Choice, step_s: float, peak: int) -> tuple[str, ...]:
@@ -134,144 +127,13 @@ def _reasons(candidates: Candidates, best: Choice, step_s: float, peak: int) -> 
             else "the only plan tried"
         )
     ]
-    floor = {choice: s for choice, s in tried.items() if not choice.places.resident}
+    streamed = {choice: s for choice, s in tried.items() if not choice.places.resident}
     if best.state_lookahead is not None:
-        lines.append(
-            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights, "
-            "to save memory"
-        )
-    if floor and best.places.resident:
-        streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
+        lines.append("optimizer states are fetched a stage ahead, later than weights, for memory")
+    if streamed and best.places.resident:
+        streamed_s = problem.step_s(min(streamed, key=streamed.__getitem__))
         lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
     return tuple(lines)
-
-
-class Searches:
-    """The searches for plans of one model.
-
-    Args:
-        setting: the options, and the machine.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-
-    def everywhere(self, problem: Problem) -> SearchResult | None:
-        """Find the fastest choice that fits, also in tiles if the plan may choose them: in as few
-        as necessary to fit, and in more if that is faster.
-
-        Tokenwise pieces need less device memory in tiles, and a kept stage saves less: only the
-        inputs and outputs of attention. That leaves memory to keep more stages. But whatever tiles
-        compute is recomputed in the backward, even in kept stages: with short sequences, most of a
-        stage.
-        """
-        best, at, count = self._uncut(problem), problem, 1
-        why: tuple[str, ...] = ()
-        for tiles in TILES if self._may_cut else ():
-            cut = problem.in_tiles(tiles)
-            if best is not None and not _may_pay(at, best, cut):
-                break
-            if not cut.drafts.cut:  # nothing can be tiled, with any number of tiles
-                break
-            found = self._uncut(cut)
-            if found is not None and best is not None:
-                before_s = at.expected_s(best.choice)
-                if cut.expected_s(found.choice) > before_s * (1 - _TILES_PAY):
-                    break
-                how = "without tiles" if count == 1 else f"in {count} tiles"
-                why = (f"{how} it would take {at.step_s(best.choice) * 1e3:.0f} ms",)
-            if found is not None:
-                best, at, count = found, cut, tiles
-        if best is None:
-            return None
-        choice = replace(best.choice, tiles=count)
-        return replace(best, choice=choice, reasons=(*best.reasons, *why))
-
-    def with_weights(
-        self, problem: Problem, found: SearchResult | None
-    ) -> tuple[Problem, SearchResult | None]:
-        """Put the parameters of as few buckets as necessary on the disk, if nothing fits otherwise
-        or if that is faster than saved tensors there. Each of these buckets is read twice a step;
-        see decision 30.
-
-        Args:
-            problem: without more parameters on the disk.
-            found: its solution; None: nothing fits.
-        """
-        if found is not None and not found.choice.saved_on_disk:
-            return problem, found
-        more = replace(problem, disk_weights=None)
-        other = self.everywhere(more)
-        if other is None or not other.choice.places.weights_on_disk:
-            return (more, other) if found is None else (problem, found)
-        why = "no other plan fits: host memory does not hold all parameters next to the rest"
-        if found is not None:
-            if problem.expected_s(found.choice) <= more.expected_s(other.choice):
-                return problem, found
-            why = (
-                "with all parameters in host memory, and more saved tensors on the disk, it would "
-                f"take {problem.step_s(found.choice) * 1e3:.0f} ms"
-            )
-        return more, replace(other, reasons=(*other.reasons, why))
-
-    def with_fewer_states(self, problem: Problem) -> SearchResult | None:
-        """Find the fastest choice with as many optimizer states as the host holds, and warn about
-        it.
-
-        A model's optimizer is unknown before the first step, so plans assume AdamW's states. If the
-        host does not hold these, another optimizer may still be able to train the model.
-        """
-        known = self.setting.options.optimizer is not None or self.setting.hardware is not None
-        if known or problem.host_budget_bytes is None:
-            return None
-        assumed = problem.optimizer.states
-        for states in range(assumed - 1, -1, -1):
-            less = replace(problem, optimizer=self.setting.cost(states=states))
-            found = None
-            if less.disk_weights is None:
-                found = self.everywhere(replace(less, disk_weights=False))
-            if (found := found or self.everywhere(less)) is not None:
-                notices.warn(
-                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) holds "
-                    f"{states} optimizer states for each parameter, and AdamW has {assumed}. An "
-                    "optimizer step that needs more raises an error; state_dtype='int8' needs "
-                    "less",
-                    notices.Whose.RANK,
-                )
-                return found
-        return None
-
-    def smallest(self, problem: Problem) -> tuple[Problem, int]:
-        """The problem with the number of tiles (1: none) that needs the least device memory. More
-        tiles may need more, because tiles that divide the batch include attention."""
-        counts = (1, *TILES) if self._may_cut else (1,)
-        each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
-        return min(each, key=lambda pair: pair[0].floor_bytes())
-
-    @property
-    def _may_cut(self) -> bool:
-        """True if the plan may choose tiles. Matrix kernels may round differently for fewer rows,
-        but eager code must be bitwise equal; and ranks must all read the same weights in a
-        backward."""
-        options = self.setting.options
-        return (
-            options.lowering is Lowering.INDUCTOR and options.ranks == 1 and options.tiles is None
-        )
-
-    def _uncut(self, problem: Problem) -> SearchResult | None:
-        """Search with the tiles of the problem."""
-        options = self.setting.options
-        return search(
-            problem,
-            resident=bool(problem.candidates),
-            activations_fixed=options.activations is not Activations.AUTO,
-            device_update=(
-                options.plans_device_update
-                and options.device_update is None
-                and self.setting.on_gpu
-            ),
-            slots=options.slots is None and options.ranks == 1,
-        )
 
 
 TILES = (4, 16, 64, 256)  # numbers of tiles that are tried
@@ -279,14 +141,62 @@ _TILES_PAY = 0.03  # of a step: the least gain if a plan fits without tiles
 _NOTABLE = 0.1  # of the budget: the least workspace worth cutting
 
 
-def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
-    """True if more tiles may save enough of a step, by the memory that they can free and the time
-    of their computes if all stages are kept: a search in tiles takes as long as one without.
+def search_everywhere(problem: Problem) -> SearchResult | None:
+    """Find the fastest choice that fits, under the options, also in tiles if the plan may choose
+    them: in as few as necessary to fit, and in more if that is faster.
 
-    Args:
-        problem: that `best` solves.
-        cut: the same in more tiles.
+    Tokenwise pieces need less device memory in tiles, and a kept stage saves less: only the inputs
+    and outputs of attention. That leaves memory to keep more stages. But whatever tiles compute is
+    recomputed in the backward, even in kept stages: with short sequences, most of a stage.
     """
+    best, at, count = _uncut(problem), problem, 1
+    why: tuple[str, ...] = ()
+    for tiles in _tiles_of(problem):
+        cut = problem.in_tiles(tiles)
+        if best is not None and not _may_pay(at, best, cut):
+            break
+        if not cut.drafts.cut:  # nothing can be tiled, with any number of tiles
+            break
+        found = _uncut(cut)
+        if found is not None and best is not None:
+            before_s = at.expected_s(best.choice)
+            if cut.expected_s(found.choice) > before_s * (1 - _TILES_PAY):
+                break
+            how = "without tiles" if count == 1 else f"in {count} tiles"
+            why = (f"{how} it would take {at.step_s(best.choice) * 1e3:.0f} ms",)
+        if found is not None:
+            best, at, count = found, cut, tiles
+    if best is None:
+        return None
+    choice = replace(best.choice, tiles=count)
+    return replace(best, choice=choice, reasons=(*best.reasons, *why))
+
+
+def _tiles_of(problem: Problem) -> tuple[int, ...]:
+    """The numbers of tiles that a plan may choose. Matrix kernels may round differently for fewer
+    rows, but eager code must be bitwise equal; and ranks must all read the same weights in a
+    backward."""
+    options = problem.setting.options
+    may = options.lowering is Lowering.INDUCTOR and options.ranks == 1 and options.tiles is None
+    return TILES if may else ()
+
+
+def _uncut(problem: Problem) -> SearchResult | None:
+    """Search with the tiles of the problem."""
+    setting, options = problem.setting, problem.setting.options
+    updates = options.plans_device_update and options.device_update is None
+    return search(
+        problem,
+        resident=bool(problem.candidates),
+        activations_fixed=options.activations is not Activations.AUTO,
+        device_update=updates and setting.on_gpu,
+    )
+
+
+def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
+    """True if more tiles (`cut`) may save enough of the step of `best`, by the memory that they can
+    free and the time of their computes if all stages are kept: a search in tiles takes as long as
+    one without."""
     enough_s = problem.expected_s(best.choice) * (1 - _TILES_PAY)
     every = Choice(problem.stages)
     if problem.least_s(every) > enough_s:
@@ -299,32 +209,78 @@ def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
     return cut.least_s(every) < enough_s
 
 
-# The choice closest to the budgets, if none fits all of them.
-# Offloading and recomputing move the shortage from the device to the host, so
-# candidates with and without them are compared.
+def with_weights(
+    problem: Problem, found: SearchResult | None
+) -> tuple[Problem, SearchResult | None]:
+    """Put the parameters of as few buckets as necessary on the disk, if nothing fits otherwise
+    (`found` is None) or if that is faster than saved tensors there. Each of these buckets is read
+    twice a step; see decision 30."""
+    if found is not None and not found.choice.saved_on_disk:
+        return problem, found
+    more = replace(problem, disk_weights=None)
+    other = search_everywhere(more)
+    if other is None or not other.choice.places.weights_on_disk:
+        return (more, other) if found is None else (problem, found)
+    why = "no other plan fits: host memory does not hold all parameters next to the rest"
+    if found is not None:
+        if problem.expected_s(found.choice) <= more.expected_s(other.choice):
+            return problem, found
+        why = (
+            "with all parameters in host memory, and more saved tensors on the disk, it would take "
+            f"{problem.step_s(found.choice) * 1e3:.0f} ms"
+        )
+    return more, replace(other, reasons=(*other.reasons, why))
+
+
+def with_fewer_states(problem: Problem) -> SearchResult | None:
+    """Find the fastest choice with as many optimizer states as the host holds, and warn about it.
+
+    A model's optimizer is unknown before the first step, so plans assume AdamW's states. If the
+    host does not hold these, another optimizer may still be able to train the model.
+    """
+    setting = problem.setting
+    known = setting.options.optimizer is not None or setting.hardware is not None
+    if known or problem.host_budget_bytes is None:
+        return None
+    for states in reversed(range(problem.optimizer.states)):
+        less = replace(problem, optimizer=setting.cost(states=states))
+        found = None
+        if less.disk_weights is None:
+            found = search_everywhere(replace(less, disk_weights=False))
+        if (found := found or search_everywhere(less)) is not None:
+            notices.warn(
+                f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) holds "
+                f"{states} optimizer states for each parameter, and AdamW has "
+                f"{problem.optimizer.states}. An optimizer step that needs more raises an error; "
+                "state_dtype='int8' needs less",
+                notices.Whose.RANK,
+            )
+            return found
+    return None
+
+
+def smallest(problem: Problem) -> tuple[Problem, int]:
+    """The problem with the number of tiles (1: none) that needs the least device memory, and that
+    number."""
+    each = [(problem.in_tiles(tiles), tiles) for tiles in (1, *_tiles_of(problem))]
+    return min(each, key=lambda pair: pair[0].floor_bytes())
 
 
 def nearest(problem: Problem) -> Choice:
-    """The choice that lacks the fewest bytes in all memories together."""
-    return min(_candidates(problem), key=lambda choice: sum(problem.lacking(choice).values()))
+    """The choice that lacks the fewest bytes in all memories together, if none fits.
 
-
-def _candidates(problem: Problem) -> Iterator[Choice]:
-    """Choices with as many residents as fit and with none, with inputs of stages on the device or
-    as many as necessary on the host, and with or without rows of stages that run again."""
-    tightest = problem.tightest()
+    Choices have as many residents as fit or none, inputs of stages on the device or as many as
+    necessary on the host, and reruns or not: offloading and recomputing move the shortage from the
+    device to the host.
+    """
+    tightest, found = problem.tightest(), []
     for places in dict.fromkeys((tightest.places, problem.here)):
-        for rerun in (0, *map(problem.reruns, ROWS)):
+        for rerun in (False, True) if problem.may_rerun else (False,):
             choice = replace(tightest, places=places, rerun=rerun)
             few = problem.fewest_offloaded(choice)
             for offload in sorted({0, problem.stages if few is None else few}):
-                yield problem.settled(replace(choice, offload=offload))
-
-
-# Buckets that stay in their own slots between forwards without a backward.
-#
-# Evaluation and generation read the same weights in every forward, so those that fit are fetched
-# once.
+                found.append(problem.settled(replace(choice, offload=offload)))
+    return min(found, key=lambda choice: sum(problem.lacking(choice).values()))
 
 
 def stay_that_fit(
@@ -334,13 +290,9 @@ def stay_that_fit(
     places: Places,
     budget_bytes: int,
 ) -> int:
-    """The maximum number of streamed buckets that fit into device memory next to everything else.
-
-    Args:
-        schedule: from `Pipeline.differentiated`, without a backward.
-        places: where the buckets are. Training leaves the gradients and states of residents on the
-            device too.
-    """
+    """The maximum number of streamed buckets that may stay in their own slots between forwards
+    without a backward (evaluation, generation), next to everything else. Training leaves the
+    gradients and states of residents on the device too."""
     variant = Variant((), keep_last=True)
     draft = pipeline.planned(schedule, variant, Choice(places=places), draft=True)
     cost = setting.cost()

@@ -6,22 +6,23 @@ Memory is computed by walking a choice's schedule, time by simulating it. Both a
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware, with_pageable, with_slower_host
 from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.ops import computes_s
-from megacompile.cost.script import Script
-from megacompile.cost.simulate import simulate_script
+from megacompile.cost.simulate import Script, simulate_script
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import LARGE, Choice, Places, Tier
 from megacompile.ir.schedule import Schedule
-from megacompile.passes.schedule.make_plan import reruns, stages_on_host
-from megacompile.plan.tiers import Tiers, spread
+from megacompile.passes.schedule.make_plan import stages_on_host
+from megacompile.plan.setting import Setting
+from megacompile.plan.tiers import Drafts, Tiers, spread
 
 DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
 _BUILT = 2  # cached drafts: the one measured for memory is often simulated next
@@ -30,25 +31,15 @@ _AT_ONCE = 3  # streamed buckets that the next forward waits for, as they are up
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem(Tiers):
-    """The problem that a plan solves.
+    """The problem that a plan solves."""
 
-    Args:
-        stages: number of stages with a backward.
-        hardware: rates of the machine.
-        budget_bytes: device memory.
-        fused: elementwise operations are fused.
-        others: schedules of the model's other captured graphs, whose memory counts too.
-        undecided: the buckets that may become resident; None: all.
-        gradients_stay: gradients of resident buckets are on the device when a forward begins.
-    """
-
-    stages: int
+    stages: int  # with a backward
     hardware: Hardware
-    budget_bytes: int
-    fused: bool = True
-    others: Sequence[Schedule] = ()
-    undecided: Sequence[Bucket] | None = None
-    gradients_stay: bool = False
+    budget_bytes: int  # of device memory
+    fused: bool = True  # elementwise operations are fused
+    others: Sequence[Schedule] = ()  # of the other captured graphs, whose memory counts too
+    undecided: Sequence[Bucket] | None = None  # that may become resident; None: all
+    gradients_stay: bool = False  # those of residents are on the device when a forward begins
     # Known costs of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by kept stages
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
@@ -59,13 +50,20 @@ class Problem(Tiers):
     _places: dict[int, Places] = field(default_factory=dict, init=False)  # by new residents
 
     @property
+    def setting(self) -> Setting:
+        """The options, and the machine."""
+        return self.drafts.pipeline.setting
+
+    @property
     def candidates(self) -> Sequence[Bucket]:
         """The buckets that may become resident."""
         return self.buckets if self.undecided is None else self.undecided
 
     def in_tiles(self, tiles: int) -> Problem:
         """The same problem with tokenwise pieces in `tiles` tiles."""
-        return replace(self, drafts=self.drafts.in_tiles(tiles))
+        drafts = self.drafts
+        drafts = Drafts(drafts.pipeline, drafts.graphs, drafts.variant, tiles)
+        return replace(self, drafts=drafts)
 
     def schedule(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
@@ -129,11 +127,7 @@ class Problem(Tiers):
 
     def fits(self, choice: Choice) -> bool:
         """True if a choice fits the budgets, by a quick and slightly pessimistic estimate of the
-        device.
-
-        Adds new residents to the peak without them. Ignores the slots that they free and the
-        changed set of device updates.
-        """
+        device: ignores the slots that new residents free, and other device updates."""
         return self.fits_host(choice) and self._fits_device(choice)
 
     def _fits_device(self, choice: Choice) -> bool:
@@ -162,12 +156,6 @@ class Problem(Tiers):
             if bucket.key in keys
         )
 
-    def fits_exactly(self, choice: Choice) -> bool:
-        """Like `fits`, but exact: computes the peak of the choice itself, which is slower."""
-        if self._buffer_bytes(choice) < 0 or not self.fits_host(choice):
-            return False
-        return self.peak_bytes(choice) <= self.budget_bytes
-
     def lacking(self, choice: Choice) -> dict[str, int]:
         """Bytes that a choice needs beyond each budget; empty if it fits."""
         host, disk = self.host_budget_bytes, self.disk_budget_bytes or 0
@@ -192,10 +180,9 @@ class Problem(Tiers):
     def _residents(self, count: int) -> Sequence[Bucket]:
         """The best `count` candidates for residents: the first in forward order.
 
-        If updates in the backward may take states from a disk, another order is better. The first
-        few still come first, because the next forward needs their new parameters at once. Then come
-        large buckets, because slots and buffers are as large as the largest streamed bucket. The
-        rest are spread evenly, so that the drive has work during the whole backward.
+        If updates in the backward may take states from a disk, the first few, whose new parameters
+        the next forward needs at once, are followed by large buckets, because slots and buffers are
+        as large as the largest streamed one, and the rest, evenly spread.
         """
         candidates = self.candidates
         if not (self.optimizer.in_backward and self.disk_budget_bytes and candidates):
@@ -209,37 +196,36 @@ class Problem(Tiers):
     def fewest_residents(self, like: Choice | None = None) -> int | None:
         """The fewest residents for which the other buckets fit elsewhere, with the rest of the
         choice `like`; None if even all of them are not enough."""
-        for count in range(len(self.candidates) + 1):
-            choice = replace(like or Choice(), places=self.places(count))
-            if self.fits_host(self.settled(choice)):
-                return count
-        return None
+        each = (replace(like or Choice(), places=self.places(n)) for n in self._counts)
+        fits = (n for n, choice in enumerate(each) if self.fits_host(self.settled(choice)))
+        return next(fits, None)
+
+    @property
+    def _counts(self) -> range:
+        return range(len(self.candidates) + 1)
 
     def fewest_offloaded(self, choice: Choice) -> int | None:
         """The fewest first stages with inputs on the host for which a choice fits on the device;
         None if even all of them are not enough."""
-        return _fewest(self.stages, lambda n: self._fits_device(replace(choice, offload=n)))
 
-    def fewest_reruns(self, choice: Choice) -> int | None:
-        """The fewest stages that must run again so that what waits on the host fits there; None if
-        even every other stage is not enough."""
-        return _fewest(self.reruns(1), lambda n: self.fits_host(replace(choice, rerun=n)))
+        def fits(count: int) -> bool:
+            return self._fits_device(replace(choice, offload=count))
 
-    def reruns(self, row: int) -> int:
-        """Number of stages that run again if each saved output is followed by `row` such stages.
+        if not fits(self.stages):
+            return None
+        return bisect.bisect_left(range(self.stages), True, key=fits)
 
-        0 if ranks share the model: see `Options.ranks`.
-        """
-        shared = any(bucket.ranks > 1 for bucket in self.buckets)
-        return 0 if shared else reruns(self.stages, row)
+    @property
+    def may_rerun(self) -> bool:
+        """True unless ranks share the model (see `Options.ranks`) or there is no stage to rerun:
+        never the first or the last."""
+        return self.stages > 2 and all(bucket.ranks == 1 for bucket in self.buckets)
 
     def most_residents(self, like: Choice) -> int | None:
         """The most residents that fit on the device with the rest of the choice `like`; None if
         none does. Ignores the slots that they free, as `fits` does."""
-        for count in range(len(self.candidates), -1, -1):
-            if self._fits_device(replace(like, places=self.places(count))):
-                return count
-        return None
+        each = ((n, replace(like, places=self.places(n))) for n in reversed(self._counts))
+        return next((n for n, choice in each if self._fits_device(choice)), None)
 
     def tightest(self) -> Choice:
         """The choice with the least host memory: as many residents as fit on the device."""
@@ -260,8 +246,7 @@ class Problem(Tiers):
     def most_kept(self, choice: Choice, least: int, most: int) -> int:
         """The most stages that can be kept between `least`, which is known to fit, and `most`.
 
-        The peak is a convex function of the number: it is flat while the peak is elsewhere in the
-        step, then rises by a stage's saved tensors. So it is below the chord between two known
+        The peak is a convex function of the number, so it is below the chord between two known
         peaks. The number on the chord fits; if the next one does not, it is the most.
         """
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
@@ -281,10 +266,11 @@ class Problem(Tiers):
 
     def most_on_host(self, choice: Choice) -> int:
         """The most stages that may be kept on the host."""
-        lookahead = self.drafts.pipeline.setting.options.lookahead
-        graphs = self.drafts.graphs
-        every = replace(choice, saved_on_host=self.stages)
-        return len(stages_on_host(graphs, every, lookahead=lookahead))
+        every, lookahead = (
+            replace(choice, saved_on_host=self.stages),
+            self.setting.options.lookahead,
+        )
+        return len(stages_on_host(self.drafts.graphs, every, lookahead=lookahead))
 
     def peak_bytes(self, choice: Choice) -> int:
         """Peak device memory of a choice."""
@@ -294,23 +280,9 @@ class Problem(Tiers):
         return known[choice.keep]
 
     def _known(self, choice: Choice) -> dict[int, int]:
-        """The known peaks of choices like this one, by their number of kept stages.
-
-        The peak does not depend on whether states, parameters and saved tensors are on the host or
-        the disk, unless the device updates buckets that are on the host.
-        """
+        """The known peaks of choices like this one, by their number of kept stages. They do not
+        depend on what is on the disk, unless the device updates buckets that are on the host."""
         place = replace(choice, keep=0, saved_on_disk=0)
         if not (choice.device_update or self.optimizer.helped):
             place = replace(place, places=place.places.without_disk)
         return self._peaks.setdefault(place, {})
-
-
-def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number that fits, by bisection; None: not even `most` fits."""
-    if not fits(most):
-        return None
-    low, high = -1, most  # low may not fit, high does
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

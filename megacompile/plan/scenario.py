@@ -1,17 +1,16 @@
 """A planned step on a machine: its time, its memory and its bottleneck.
 
 The bottleneck is found by simulation: each resource in turn is made a tenth faster, and the one
-that shortens the step most is the bound. A stream can be busy all the time without being the bound,
-and host memory bandwidth has no stream.
+that shortens the step most is the bound. A stream can be busy all the time without being it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +19,7 @@ from megacompile.cost.hardware import DISK_RATES, Hardware, pageable_bytes, with
 from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import device_kinds, disk_memory, host_memory
-from megacompile.cost.script import Script
-from megacompile.cost.simulate import Prediction, simulate_script
+from megacompile.cost.simulate import Prediction, Script, simulate_script
 from megacompile.errors import MegacompileError
 from megacompile.ir import ops
 from megacompile.ir.capture import Capture, Variant
@@ -46,17 +44,8 @@ _RATES = {  # the rates of `Hardware` that make up a resource
 
 @dataclass(frozen=True)
 class Scenario:
-    """The inputs of a prediction.
-
-    Args:
-        schedules: of a step, in the order of their forwards.
-        hardware: the machine.
-        optimizer: its costs.
-        fused: elementwise operations are fused.
-        device_bytes: device memory that may be used; None: unknown.
-        host_bytes: the same for the host.
-        disk_bytes: of the disk for states; None: no disk.
-    """
+    """The inputs of a prediction: the schedules of a step, in the order of their forwards, on a
+    machine. Budgets are in bytes; None: unknown, or no disk."""
 
     schedules: tuple[Schedule, ...]
     hardware: Hardware
@@ -132,39 +121,33 @@ class Scenario:
         return found
 
     def bounds(self) -> dict[str, float]:
-        """The share of the step that each resource accounts for, the largest first.
-
-        1.0 means that the step speeds up as much as the resource.
-        """
-        found = {}
+        """The share of the step that each resource accounts for, the largest first; 1.0: the step
+        speeds up as much as the resource."""
         used = {"disk": bool(self.disk()), "interconnect": self.ranks > 1}
         used["network"] = self.replicas > 1
+        found, possible = {}, self.step_s * (1 - 1 / FASTER)
         for name in _RATES:
-            if not used.get(name, True):
-                continue
-            less = self.step_s - self.timeline(faster(self.hardware, name, FASTER)).step_s
-            possible = self.step_s * (1 - 1 / FASTER)
-            found[name] = max(0.0, less / possible) if possible else 0.0
+            if used.get(name, True):
+                less = self.step_s - self.timeline(faster(self.hardware, name, FASTER)).step_s
+                found[name] = max(0.0, less / possible) if possible else 0.0
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     """The same machine with one resource faster by a factor."""
     rates = {name: getattr(hardware, name) for name in _RATES[resource]}
-    changes = {name: rate * times for name, rate in rates.items() if rate is not None}
-    if resource == "interconnect":
-        changes["collective_s"] = hardware.collective_s / times
     if resource == "network":
-        changes["network_gb_s"] = hardware.replicas_gb_s * times
-    if resource == "compute":
-        changes["launch_s"] = hardware.launch_s / times
-    if resource in ("h2d", "d2h"):
-        changes["copy_s"] = hardware.copy_s / times
+        rates["network_gb_s"] = hardware.replicas_gb_s
+    changes = {name: rate * times for name, rate in rates.items() if rate is not None}
+    per_op = {"interconnect": "collective_s", "compute": "launch_s"}
+    per_op |= dict.fromkeys(("h2d", "d2h"), "copy_s")
+    if (name := per_op.get(resource)) is not None:
+        changes[name] = getattr(hardware, name) / times
     return replace(hardware, **changes)
 
 
-# Alternatives to a planned step and their gains. For other options and more memory, the captured
-# graphs are planned again. For a faster machine, the current plan is simulated with other rates.
+# Alternatives to a planned step. For other options and more memory, the captured graphs are planned
+# again. For a faster machine, the current plan is simulated with other rates.
 
 _HOST = ("host memory bandwidth", "host update")
 _OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
@@ -193,13 +176,8 @@ class Change:
 def changes(
     now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
 ) -> tuple[Change, ...]:
-    """The changes worth considering, the largest gain first.
-
-    Args:
-        now: the current step.
-        compiler: makes other plans; None: keep the current one.
-        planned: the captured graphs.
-    """
+    """The changes worth considering, the largest gain first. `compiler` makes other plans of the
+    captured graphs in `planned`; None: keep the current one."""
     found = [] if compiler is None else _other_options(now, compiler, planned)
     if any(schedule.backward is not None for schedule in now.schedules):
         found.append(_twice_the_batch(now))
@@ -225,37 +203,39 @@ def budgets(
     return tuple(found)
 
 
-def _planned_again(
+def _again(
     now: Scenario,
     compiler: PassCompiler,
     planned: Sequence[Planned],
+    name: str,
     options: Options,
-    **budgets: int | None,
-) -> Scenario:
-    """The step planned with other options, or with other budgets in bytes: `device`, `host`,
-    `disk`."""
+    **budgets: int,
+) -> Change:
+    """The effect of planning with other options, or with larger budgets in bytes (`device`, `host`,
+    `disk`), in which the current plan still fits; or the reason why nothing fits."""
     device = budgets.get("device") or compiler.budget.size_bytes()
-    host, disk = budgets.get("host", now.host_bytes), budgets.get("disk", now.disk_bytes)
+    host = budgets.get("host")
     other = compiler.other(
         options,
-        hardware=replace(now.hardware, host_bytes=host) if "host" in budgets else now.hardware,
+        hardware=replace(now.hardware, host_bytes=host) if host else now.hardware,
         budget_bytes=device,
-        host_bytes=budgets.get("host"),
+        host_bytes=host,
         disk_budget_bytes=budgets.get("disk"),
     )
     plans, update = SettledPlans(other), options.optimizer is not None
-    schedules = tuple(
-        plans.schedule(stages, capture, replace(variant, update=update), draft=True)
-        for stages, capture, variant in planned
-    )
-    return replace(
-        now,
-        schedules=schedules,
-        optimizer=other.setting.cost(states=now.optimizer.states),
-        device_bytes=device,
-        host_bytes=host,
-        disk_bytes=disk,
-    )
+    try:
+        schedules = tuple(
+            plans.schedule(stages, capture, replace(variant, update=update), draft=True)
+            for stages, capture, variant in planned
+        )
+    except MegacompileError as error:
+        return Change(name, note="does not fit: " + str(error).splitlines()[0])
+    optimizer = other.setting.cost(states=now.optimizer.states)
+    found = replace(now, schedules=schedules, optimizer=optimizer)
+    if budgets:
+        found = min(now, found, key=lambda each: each.step_s)
+    needed = found.device.peak.total_bytes, sum(found.host().values())
+    return Change(name, now.step_s / found.step_s - 1, found.step_s, *needed)
 
 
 def _other_options(
@@ -263,26 +243,26 @@ def _other_options(
 ) -> list[Change]:
     """Plan with other options, and with twice the device memory."""
     options, states = compiler.setting.options, now.optimizer.states
-    plan = partial(_planned_again, now, compiler, planned)
-    small = replace(options, state_dtype="int8")
-    tried: dict[str, Options] = {}
+    # plans ignore which parameters the optimizer of `megacompile(model, optimizer=...)` updates
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
+    in_backward = {"optimizer": optimizer, "device_update": None}
+    tried: dict[str, dict[str, Any]] = {}
     if states and options.state_dtype != "int8":
-        tried["8-bit optimizer states"] = small
+        tried["8-bit optimizer states"] = {"state_dtype": "int8"}
     if states and options.optimizer is None:
-        tried["update in the backward"] = _in_backward(options)
+        tried["update in the backward"] = in_backward
         if options.state_dtype != "int8":
-            tried["update in the backward, 8-bit states"] = _in_backward(small)
-    tried["one more slot and lookahead"] = replace(
-        options, lookahead=options.lookahead + 1, slots=options.least_slots + 1
-    )
-    found = [_tried(now, name, partial(plan, changed)) for name, changed in tried.items()]
-    twice = partial(plan, options, device=2 * compiler.budget.size_bytes())
-    return [*found, _tried(now, "twice the device memory", twice)]
+            tried["update in the backward, 8-bit states"] = in_backward | {"state_dtype": "int8"}
+    ahead = {"lookahead": options.lookahead + 1, "slots": options.least_slots + 1}
+    tried["one more slot and lookahead"] = ahead
+    plan = partial(_again, now, compiler, planned)
+    found = [plan(name, replace(options, **changed)) for name, changed in tried.items()]
+    twice = 2 * compiler.budget.size_bytes()
+    return [*found, plan("twice the device memory", options, device=twice)]
 
 
 def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]) -> list[Change]:
-    """Plan with a tenth more device memory, host memory and, if the plan uses a disk, disk memory.
-    The current plan still fits then."""
+    """Plan with a tenth more memory of the device, the host and, if the plan uses it, the disk."""
     options, found = compiler.setting.options, []
     sizes = {
         "device": compiler.budget.size_bytes(),
@@ -290,36 +270,13 @@ def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planne
         "disk": compiler.budget.disk_bytes() if now.disk() else None,
     }
     for memory, size in sizes.items():
-        if size is None:
-            continue
-        more, changed = {memory: size * 11 // 10}, options
-        if memory == "host" and options.host_memory is not None:
-            changed = replace(options, host_memory=max(options.host_memory, more["host"]))
-
-        def plan(changed: Options = changed, more: dict[str, int] = more) -> Scenario:
-            again = _planned_again(now, compiler, planned, changed, **more)
-            return min(now, again, key=lambda each: each.step_s)
-
-        found.append(_tried(now, f"{memory} memory (+{format_bytes(size // 10)})", plan))
+        if size is not None:
+            more, changed = size * 11 // 10, options
+            if memory == "host" and options.host_memory is not None:
+                changed = replace(options, host_memory=max(options.host_memory, more))
+            name = f"{memory} memory (+{format_bytes(size // 10)})"
+            found.append(_again(now, compiler, planned, name, changed, **{memory: more}))
     return found
-
-
-def _in_backward(options: Options) -> Options:
-    """The options of `megacompile(model, optimizer=...)`; plans ignore which parameters that
-    optimizer updates."""
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
-    return replace(options, optimizer=optimizer, device_update=None)
-
-
-def _tried(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
-    """The effect of another plan, or the reason why it does not fit."""
-    try:
-        other = build()
-    except MegacompileError as error:
-        return Change(name, note="does not fit: " + str(error).splitlines()[0])
-    gain = now.step_s / other.step_s - 1
-    device, host = other.device.peak.total_bytes, sum(other.host().values())
-    return Change(name, gain, other.step_s, device, host)
 
 
 def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:

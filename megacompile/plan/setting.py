@@ -21,24 +21,14 @@ _ASSUMED = H200.replace(name="this CPU (rates of an H200 assumed)")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The options of a model and the machine to plan for.
+    """The options of a model and the machine to plan for."""
 
-    Args:
-        options: validated.
-        hardware: the GPU to plan for. None: the device of the options.
-        host_bytes: host memory that the model may take, unless the user limits it. None: that of
-            `hardware`, or unknown.
-        agreed: the rates of the ranks that share the model; None: no ranks, or unknown rates.
-        disk_bytes: one rank's share of a disk that ranks share. None: not shared.
-        least: returns the minimum over all ranks, if ranks plan together.
-    """
-
-    options: Options
-    hardware: Hardware | None = None
-    host_bytes: int | None = None
-    agreed: Agreed | None = None
-    disk_bytes: int | None = None
-    least: Callable[[int], int] | None = None
+    options: Options  # validated
+    hardware: Hardware | None = None  # the GPU to plan for; None: the device of the options
+    host_bytes: int | None = None  # that the model may take; None: that of `hardware`, or unknown
+    agreed: Agreed | None = None  # rates of the ranks that share the model, if known
+    disk_bytes: int | None = None  # one rank's share of a disk; None: not shared
+    least: Callable[[int], int] | None = None  # the minimum over ranks that plan together
 
     @property
     def on_gpu(self) -> bool:

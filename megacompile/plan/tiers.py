@@ -1,4 +1,4 @@
-"""Chooses which states, parameters and saved tensors go to the disk, and sizes host and disk.
+"""Builds drafts of choices, decides what goes to the disk, and sizes host and disk.
 
 States are faster on the host, so as few buckets as necessary have theirs on the disk. Which ones
 depends on when a step uses them.
@@ -7,16 +7,12 @@ depends on when a step uses them.
                      next forward waits for updates in its order. So the drive has until the end of
                      that forward for the last ones, and no other update waits for theirs.
     in the backward  evenly spread, except for the end of the forward, where the backward begins.
-                     Reads run a few uses ahead, so the drive works during the whole backward.
                      Neighboring buckets would wait for the drive, and leave it idle before and
                      after.
 
-If moving all states is not enough, the parameters of as few buckets as necessary follow, provided
-that the search found nothing else (`megacompile.ir.plan.first_to_disk` orders them).
-
-If that is not enough, saved tensors that wait on the host follow, from as few stages as necessary:
-the first ones, whose tensors wait the longest. Like states, they are written and read in each step,
-and a stage's saved tensors are usually larger than its 8-bit states.
+If that is not enough, the parameters of as few buckets as necessary follow, provided that the
+search found nothing else (`megacompile.ir.plan.first_to_disk` orders them), and then saved tensors
+that wait on the host, from as few stages as necessary: the first ones, which wait the longest.
 
 Buckets that are much larger than most (an embedding, a head) come last, because each set of buffers
 must be as large as the largest of them. So must each slot; therefore large buckets become resident
@@ -38,13 +34,62 @@ from typing import NamedTuple
 
 from megacompile.cost.memory import MemoryKind
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed_bytes, whole_pages
+from megacompile.cost.places import (
+    saved_elsewhere,
+    stored_bytes,
+    stored_weights_bytes,
+    streamed_bytes,
+    whole_pages,
+)
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import Variant
 from megacompile.ir.plan import LARGE, Choice, Places, Plan, Tier, first_to_disk
+from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.insert_disk import SAVED_SETS
-from megacompile.plan.drafts import Drafts
+from megacompile.plan.pipeline import Pipeline
 
 _SPREAD = 0.9  # of the buckets, in forward order
+
+
+class Drafts:
+    """Builds drafts of one captured graph, schedules that are only simulated. `tiles` of tokenwise
+    pieces overrides the choice's."""
+
+    def __init__(
+        self, pipeline: Pipeline, graphs: Schedule, variant: Variant, tiles: int | None = None
+    ) -> None:
+        self.pipeline, self.graphs, self.variant, self.tiles = pipeline, graphs, variant, tiles
+        self._bundled: Schedule | None = None  # `graphs` in tiles, the start of every draft
+        self._waiting: dict[Choice, list[tuple[int, int]]] = {}
+
+    @property
+    def cut(self) -> bool:
+        """True if anything runs in tiles."""
+        rows = self._with_plan(self._as_here(Choice())).plan.stages
+        return any(row.tiles > 1 for row in rows)
+
+    def of(self, choice: Choice) -> Schedule:
+        """The draft of a choice."""
+        choice = self._as_here(choice)
+        saving = self.pipeline.saving(self._with_plan(choice), bundle=True)
+        return self.pipeline.moving(saving, self.variant, choice)
+
+    def waiting(self, choice: Choice) -> list[tuple[int, int]]:
+        """The saved tensors that wait on the host or on a disk, as (stage, bytes)."""
+        key = self._as_here(choice).computing
+        if key not in self._waiting:
+            saving = self.pipeline.saving(self._with_plan(key), bundle=True)
+            self._waiting[key] = saved_elsewhere(saving)
+        return self._waiting[key]
+
+    def _as_here(self, choice: Choice) -> Choice:
+        tiles = choice.tiles if self.tiles is None else self.tiles
+        return replace(choice, tiles=tiles)
+
+    def _with_plan(self, choice: Choice) -> Schedule:
+        if self._bundled is None:
+            self._bundled = self.pipeline.bundled(self.graphs, self.variant, self.tiles or 1)
+        return self.pipeline.with_plan(self._bundled, self.variant, choice)
 
 
 def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
@@ -70,41 +115,22 @@ class _Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tiers:
-    """Buckets and saved tensors of a captured graph, and the budgets of host and disk.
+    """Buckets and saved tensors of a captured graph, and the budgets of host and disk."""
 
-    Args:
-        drafts: builds schedules of choices.
-        buckets: in forward order.
-        optimizer: its costs.
-        host_budget_bytes: host memory for all buckets; None: unknown.
-        disk_budget_bytes: of the disk; None: no disk.
-        elsewhere_bytes: host memory of the buckets that this graph does not read.
-        here: places of the buckets that may not move: the residents, and those with states or
-            weights on the disk.
-        trained: the parameters that get a gradient, bucket key -> indices.
-        storable: keys of the buckets whose states and weights may move to the disk; None: all.
-        accumulates: gradients of micro-batches wait for the update in a later backward, on the host
-            or the device, wherever updates run.
-        disk_weights: put the weights of streamed buckets on the disk; False: no more than are there
-            already; None: as few as necessary.
-        disk_saved: saved tensors that wait on the host go on to the disk; None: as few as
-            necessary.
-        offloads: saved tensors wait on the host or disk, whatever the choice.
-    """
-
-    drafts: Drafts
-    buckets: Sequence[Bucket]
+    drafts: Drafts  # builds schedules of choices
+    buckets: Sequence[Bucket]  # in forward order
     optimizer: OptimizerCost
-    host_budget_bytes: int | None = None
-    disk_budget_bytes: int | None = None
-    elsewhere_bytes: int = 0
-    here: Places = Places()
-    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    storable: frozenset[int] | None = None
-    accumulates: bool = False
+    host_budget_bytes: int | None = None  # for all buckets; None: unknown
+    disk_budget_bytes: int | None = None  # None: no disk
+    elsewhere_bytes: int = 0  # host memory of the buckets that this graph does not read
+    here: Places = Places()  # of the buckets that may not move, if not on the host
+    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)  # key -> with a gradient
+    storable: frozenset[int] | None = None  # keys that may move to the disk; None: all
+    accumulates: bool = False  # gradients of micro-batches wait for a later backward's update
+    # on the disk; False: no more than are there already; None: as few as necessary
     disk_weights: bool | None = False
-    disk_saved: bool | None = None
-    offloads: bool = False
+    disk_saved: bool | None = None  # saved tensors that wait; None: as few as necessary
+    offloads: bool = False  # saved tensors wait on the host or disk, whatever the choice
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
     _settled: dict[object, Choice] = field(default_factory=dict, init=False)
 
@@ -128,10 +154,6 @@ class Tiers:
         weights = sum(self._of(b).weights for b in self.buckets if b.key in with_weights)
         states = sum(self._of(b).stored for b in self.buckets if b.key in on_disk)
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
-
-    @functools.cached_property
-    def _storable(self) -> frozenset[int]:
-        return self._keys if self.storable is None else self.storable
 
     @functools.cached_property
     def _keys(self) -> frozenset[int]:
@@ -176,7 +198,8 @@ class Tiers:
         return replace(choice, places=found.places, saved_on_disk=found.saved_on_disk)
 
     def _moved(self, choice: Choice) -> Choice:
-        free = self._storable - choice.places.resident
+        storable = self._keys if self.storable is None else self.storable
+        free = storable - choice.places.resident
         order = [b for b in self.buckets if b.key in free and self._of(b).stored]
         found = self._with_fewest(
             order,
@@ -187,7 +210,12 @@ class Tiers:
             free -= choice.places.weights_on_disk
             trained = {key for key in self.trained if self.trained[key]}
             order = [b for b in first_to_disk(self.buckets, trained) if b.key in free]
-            states = min(found, self._without_large_states(found), key=self.host_bytes)
+            # buffers for large states may take more host memory than the states themselves
+            stored = [b for b in self.buckets if b.key in found.places.on_disk]
+            usual = self._usual_states(stored)
+            large = [b for b in stored if self._of(b).states > usual and b.key in storable]
+            less = _with(found, large, states=Tier.HOST)
+            states = min(found, less, key=self.host_bytes)
             found = self._with_fewest(
                 order,
                 lambda count: _with(states, order[:count], weights=Tier.DISK),
@@ -199,13 +227,9 @@ class Tiers:
             found = _with(found, streamed, weights=Tier.DISK)
         return found
 
-    def _without_large_states(self, choice: Choice) -> Choice:
-        """The choice without large states on the disk: their buffers may take more host memory than
-        the states themselves."""
-        stored = [bucket for bucket in self.buckets if bucket.key in choice.places.on_disk]
-        usual = LARGE * statistics.median(self._of(b).states for b in stored) if stored else 0
-        large = (b for b in stored if self._of(b).states > usual and b.key in self._storable)
-        return _with(choice, large, states=Tier.HOST)
+    def _usual_states(self, buckets: Sequence[Bucket]) -> float:
+        """Bytes of states up to which a bucket is not much larger than most."""
+        return LARGE * statistics.median([self._of(b).states for b in buckets] or [0])
 
     def _with_fewest(
         self,
@@ -213,29 +237,27 @@ class Tiers:
         moved: Callable[[int], Choice],
         sizes: Sequence[tuple[int, int]],
     ) -> Choice:
-        """The choice with the first few buckets of an order moved: as few as necessary for the rest
-        to fit on the host, or as many as the disk holds if that is not enough or host memory is
-        unknown.
-
-        Args:
-            moved: returns the choice with so many buckets moved.
-            sizes: most bytes that each frees on the host, and its bytes on the disk.
-        """
+        """The choice with the first few buckets of an order moved: as few as necessary for the
+        rest to fit on the host, or as many as the disk holds if that is not enough or host memory
+        is unknown. `sizes` are the most bytes that each frees on the host, and its bytes on the
+        disk."""
         host, disk = self.host_budget_bytes, self.disk_budget_bytes or 0
-        stays = moved(0)
+        stays, counts = moved(0), range(len(order) + 1)
+        if host is not None:
+            gains = sorted((gain for gain, _ in sizes), reverse=True)
+            saved = list(itertools.accumulate(gains, initial=0))
+            least = bisect.bisect_left(saved, self.host_bytes(stays) - host)
+            found = next(filter(self.fits_host, map(moved, counts[least:])), None)
+            if found is not None:
+                return found
         left = disk - self.disk_bytes(stays)
         places = itertools.accumulate(sorted(place for _, place in sizes))
         most = sum(place <= left for place in places)  # an upper bound: the smallest that fit
-        if host is not None:
-            gains = sorted((gain for gain, _ in sizes), reverse=True)[:most]
-            saved = list(itertools.accumulate(gains, initial=0))
-            least = bisect.bisect_left(saved, self.host_bytes(stays) - host)
-            found = next(filter(self.fits_host, map(moved, range(least, most + 1))), None)
-            if found is not None:
-                return found
-        while most and self.disk_bytes(moved(most)) > disk:
-            most -= 1
-        return moved(most)
+        return next(
+            choice
+            for choice in map(moved, range(most, -1, -1))
+            if self.disk_bytes(choice) <= disk or choice == stays
+        )
 
     def _with_saved(self, choice: Choice) -> Choice:
         """The choice with saved tensors on the disk, if that makes it fit."""
@@ -249,7 +271,7 @@ class Tiers:
         """The best `count` buckets; see the module's docstring."""
         if not count:
             return ()
-        usual = LARGE * statistics.median(self._of(bucket).states for bucket in order)
+        usual = self._usual_states(order)
         pool = [bucket for bucket in order if self._of(bucket).states <= usual]
         if count >= len(pool):
             larger = [bucket for bucket in order if bucket not in pool]

@@ -4,17 +4,14 @@ early.
     before: 2PREFETCH@? 1F        after: 2PREFETCH@0(after=0F) 1F
 
 A slot may be refilled once the last compute that reads it has been issued. A prefetch takes the
-free slot whose bucket is needed last or never again (Belady, 1966). A slot is as large as its
-largest bucket, so buckets that are larger than most (an embedding, a head) prefer a slot that is
-already large. At the boundary of forward and backward, buckets that the forward left in their slots
-are not fetched again if `reuse` allows:
+free slot whose bucket is needed last or never again (Belady, 1966); large buckets prefer a slot
+that is already large. At the boundary, buckets that the forward left in their slots are not fetched
+again if `reuse` allows:
 
     forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
 
-Without a backward (evaluation, generation), the buckets of `plan.stay` have their own slots, after
-the others. The first forward fetches them, and with `reuse` the next ones take them:
-
-    the first  0PREFETCH@3 1PREFETCH@0 0F ...        the others  0REUSE@3 1PREFETCH@0 0F ...
+Without a backward, the buckets of `plan.stay` have their own slots, after the others. The first
+forward fetches them, and with `reuse` the next ones take them: `0REUSE@3 1PREFETCH@0 0F ...`
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ from megacompile.ir.schedule import Schedule
 def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
     """Assign `slots` slots, or more if one stage reads many buckets.
 
-    Args:
-        slots: the minimum number to use.
-        reuse: the backward takes buckets that the forward left in the slots; without a backward,
-            the forward takes those that the previous one left. Only valid if nothing else used the
-            slots in between and no parameter changed.
+    With `reuse` the backward takes buckets that the forward left in the slots; without a backward,
+    the forward takes those that the previous one left. Only valid if nothing else used the slots in
+    between and no parameter changed.
     """
     new = schedule.copy()
     attempts = (_attempt(new, count, reuse) for count in itertools.count(slots))

@@ -1,18 +1,34 @@
-"""Leaves some buckets on the device after the backward, so that `optimizer.step()` updates them
-there.
+"""Updates buckets on the device, in `optimizer.step()` or in the backward.
 
     before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD
     (forward: 0F 1F 2F)               (forward: 0F 1F DRAIN 2F)
 
 On its own the host may need longer for its updates than the next forward takes, while its memory
-and the h2d stream are mostly idle during the backward. So the backward fetches the parameters and
-states of the buckets that the next forward reads first. It returns them with their gradients
-(`schedule.left`), and the update begins with them (see `update_graph`), while the host updates the
-others. The gradients are still offloaded, so that `p.grad` is complete.
+and the h2d stream are mostly idle during the backward. So `insert_device_update` fetches the
+parameters and states of the buckets that the next forward reads first. The backward returns them
+with their gradients (`schedule.left`), and the update begins with them (see `update_graph`), while
+the host updates the others. The gradients are still offloaded, so that `p.grad` is complete. The
+fetches are spread over the backward after its first stage, the head, when the logits have been
+freed.
 
-The fetches are spread over the backward after its first stage, the head, when the logits have been
-freed. The new values stay on the device during the next forward until they have reached the host:
-see `insert_drain`.
+    before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
+                                    1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
+    of a resident bucket:    2B 2UPDATE
+
+With `insert_updates` gradients never leave the device. An update follows the bucket's last gradient
+and its last reader in the backward. A resident bucket is updated in place, without copies or
+additional memory. For the others, the states are fetched `lookahead` stages ahead, in the order of
+the updates. The update reads the weights from their slot; memory for the new ones is not allocated
+before it runs. New weights and states are offloaded while the next stages compute.
+
+If ranks share a bucket, an update needs only this rank's part. If the stage of the update does not
+read the bucket (an embedding), the part is fetched with the states. A prefetch would be a gather,
+and ranks where the bucket is resident would not join it. Otherwise the part comes from the slot,
+which those ranks keep just as long.
+
+New values stay on the device during the next forward until they have reached the host: the frees of
+the last ones are deferred to a drain (see `insert_drain`), before the forward's last stage if the
+plan delays more of them (`plan.state_delay`). A forward without a backward drains too.
 """
 
 from __future__ import annotations
@@ -27,18 +43,15 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import copied, trained_bytes
+from megacompile.passes.edit import copied, last_item, trained_bytes
 from megacompile.passes.schedule.free import insert_drain
-from megacompile.passes.schedule.prefetch import buckets_read, uses
+from megacompile.passes.schedule.offload_grad import add_so_far, last_gradients
+from megacompile.passes.schedule.prefetch import buckets_read, last_readers, uses
 
 
 def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
-    """Leave the buckets of `plan.device_update` on the device.
-
-    Args:
-        state_bytes: maps the bytes of a streamed element to those of the element and its states,
-            for the cost model.
-    """
+    """Leave the buckets of `plan.device_update` on the device. `state_bytes` maps the bytes of a
+    streamed element to those of the element and its states, for the cost model."""
     if schedule.backward is None or not schedule.plan.device_update:
         return schedule
     new, graph = copied(schedule)
@@ -67,15 +80,68 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
 
 
 def fetch_states(where: fx.Node, bucket: Bucket, *, masters: bool, meta: TensorMeta) -> fx.Node:
-    """Fetch a bucket's states before a node, into memory allocated there.
-
-    Args:
-        masters: fetch the parameters with them.
-        meta: of states and parameters together.
-    """
+    """Fetch a bucket's states before a node, into memory allocated there; with `masters`, the
+    parameters too. `meta` is of all of them together."""
     graph, suffix = where.graph, bucket.suffix
     with graph.inserting_before(where):
         buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
         state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
     buffer.meta["value"] = state.meta["value"] = meta
     return state
+
+
+def insert_updates(
+    schedule: Schedule,
+    *,
+    accumulate: bool,
+    lookahead: int,
+    masters: bool,
+    updated_bytes: Callable[[int], float],
+    state_bytes: Callable[[int], float],
+) -> Schedule:
+    """Update every bucket that gets gradients in the backward.
+
+    Args:
+        accumulate: add the gradients that are already on the host.
+        lookahead: number of stages by which states are fetched ahead.
+        masters: fetch parameters with the states, because streamed weights are copies.
+        updated_bytes: maps the bytes of a streamed element to those of the element and its states.
+        state_bytes: the same for its states only.
+    """
+    new = schedule.copy()
+    graph = new.backward
+    if graph is None:
+        insert_drain(new.forward)
+        return new
+    steps, readers = uses(graph), last_readers(graph)  # before updates are inserted
+    # updates, the uses that they follow, and whether the parameters come with the states
+    made: list[tuple[fx.Node, int, bool]] = []
+    for bucket, call, group in last_gradients(graph).values():
+        total = add_so_far(graph, bucket, call, group) if accumulate else group
+        last = max(call, readers.get(bucket.key, call))
+        where = max(total, last_item(call), last_item(last))
+        suffix = bucket.suffix
+        use = next(i for i, use in enumerate(steps) if last in use.nodes)
+        in_slot = bucket.ranks == 1 or bucket in steps[use].buckets
+        apart = masters or not in_slot  # shared buckets are never on a disk
+        if bucket.key in new.plan.resident:
+            with graph.inserting_after(where):
+                done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")
+            done.meta["value"] = trained_bytes(new, bucket, updated_bytes)
+            done.meta["gathered"] = bucket.ranks > 1 and not apart
+            continue
+        with graph.inserting_after(where):
+            updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
+        with graph.inserting_after(updated):
+            ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
+        made.append((updated, use, apart))
+    for updated, at, apart in sorted(made):  # the first update's states come first
+        bucket, weights, total, _ = ops.arguments(updated)
+        where = steps[max(0, at - lookahead)].nodes[0]
+        meta = trained_bytes(new, bucket, updated_bytes if apart else state_bytes)
+        state = fetch_states(where, bucket, masters=apart, meta=meta)
+        compat.set_args(updated, (bucket, weights, total, state))
+        updated.meta["value"] = trained_bytes(new, bucket, updated_bytes)
+    if made:
+        insert_drain(new.forward, late=new.plan.state_delay > 1)
+    return new

@@ -2,14 +2,10 @@
 
     before: 0F 1F 2F        after: 0F 1F 2F | 2B 1B 0B
 
-    with a hook in 1 that writes a buffer:      SNAPSHOT 0F 1F 2F | 2B 1B ASSIGN 0B
-
-At this point every forward keeps its saved tensors; `recompute` drops some later. The values that
-the backward may need from the forward are the *saved values*: the forward returns them, and the
-backward graph has placeholders with the same names for those that it needs. If the model changes an
-input in place and the backward needs its old value, the input is copied first (`snapshot`). The
-same applies to an input that a backward changes: its code takes that input twice, as the forward
-read it and in its current state (`live`).
+Every forward keeps its saved tensors; `recompute` drops some later. The forward returns the *saved
+values* that the backward may need, and the backward graph has placeholders with the same names for
+those that it needs. If the model changes an input in place and the backward needs its old value,
+the input is copied first (`snapshot`).
 """
 
 from __future__ import annotations
@@ -31,9 +27,9 @@ from megacompile.passes.edit import add_item, last_item, needed_for, saved_value
 
 @dataclass
 class _Backward:
-    """The backward graph so far."""
+    """The backward graph of `forward` so far."""
 
-    forward: fx.Graph  # that it is the backward of
+    forward: fx.Graph
     graph: fx.Graph = field(default_factory=fx.Graph)
     saved: dict[str, fx.Node] = field(default_factory=dict)  # placeholders of saved values
     gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of forward values
@@ -75,10 +71,8 @@ def differentiate(schedule: Schedule) -> Schedule:
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
     """The values that any backward of the stage could take: its arguments and its random state.
-
-    The outputs that get a gradient are a guess until `backward()` is called. With all boundaries
-    saved, a backward for other outputs can be built then by recomputing every stage.
-    """
+    With all boundaries saved, a backward for other outputs than those guessed can be built by
+    recomputing every stage."""
     metas = call.meta["value"][: stage.result_count]
     if not any(meta.requires_grad for meta in metas):
         return []
@@ -93,11 +87,9 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
 
 
 def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
-    """Arguments that a stage changes in place and that no backward of these results can take,
-    because only their new value depends on them, such as BatchNorm's statistics.
-
-    Empty for a stage with random numbers, whose recompute runs the whole forward.
-    """
+    """Arguments that a stage changes in place and that no backward of these results can take, such
+    as BatchNorm's statistics. Empty for a stage with random numbers, whose recompute runs the whole
+    forward."""
     template = stage.traced
     if template.random or Code.FORWARD not in template.graphs:
         return set()

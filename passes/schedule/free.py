@@ -2,13 +2,11 @@
 
     before: 2F(y1) 3F(y2)        after: 2F(y1) del y1 3F(y2) del y2
 
-Memory comes from the compute stream's allocator, so a value that a copy on another stream reads may
-be freed only after that copy: `free(value, after=copy)` makes the compute stream wait for it. To
-avoid a stall, such a free is placed after `delay` further backwards (in a forward: forwards). Frees
-of new optimizer states on their way to the host are placed after `plan.state_delay` backwards.
-After the last backward, and in an update, no computes are left, and the next forward should not
-begin with a wait. There the free of states, and of gradients that the update takes, is deferred:
-`defer_free(value, after=copy)`. The next forward frees that memory (`insert_drain`).
+Memory comes from the compute stream's allocator, so a value that a copy on another stream reads is
+freed only after that copy: `free(value, after=copy)` makes the compute stream wait for it. To avoid
+a stall, such a free is placed after `delay` further backwards (in a forward: forwards), or
+`plan.state_delay` for new optimizer states. If no computes are left, the free of states, and of
+gradients that the update takes, is deferred to the next forward (`defer_free`, `insert_drain`).
 """
 
 from __future__ import annotations
@@ -67,7 +65,9 @@ def _insert(
     computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for at, node in enumerate(nodes):
-        if node in lasting or not _owns(node, owns_inputs):
+        input_of = node.op == "placeholder"
+        owned = owns_inputs and token_of(node) is None if input_of else owns(node)
+        if node in lasting or not owned:
             continue
         users = list(node.users)
         last = max(map(position.__getitem__, _readers(node, users)), default=at)
@@ -104,14 +104,9 @@ def _insert(
 
 
 def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
-    """The readers of a value; for a buffer, also those of the value that a copy brings into it.
-
-    A copy on the host or on a disk is dead when the value fetched from it is; then no wait is
-    needed.
-
-    Args:
-        users: of the value's node.
-    """
+    """The readers of a value; for a buffer, also those of the value that a copy brings into it. A
+    copy on the host or on a disk is dead when the value fetched from it is; then no wait is
+    needed."""
     found = list(users)
     for user in users:
         if ops.effects(user).takes and taken(user, Value.SAVED_ON_DISK) is node:
@@ -123,12 +118,6 @@ def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
         if op.stream is Stream.H2D or reader.args[op.fills] is node:
             found += reader.users
     return found
-
-
-def _owns(node: fx.Node, owns_inputs: bool) -> bool:
-    if node.op == "placeholder":
-        return owns_inputs and token_of(node) is None
-    return owns(node)
 
 
 def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:
@@ -148,14 +137,10 @@ def insert_drain(graph: fx.Graph, *, late: bool = False, after: int = 0) -> None
 
         before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
 
-    The drain is in the middle of a forward's stages, or before the last; a forward without stages
-    has none. New parameters and states, and gradients that the update took on the device, are on
-    their way to the host while the forward begins. The compute stream waits for the copies as late
-    as the memory allows.
-
-    Args:
-        late: before the last stage.
-        after: index of the stage that it must follow.
+    The drain is in the middle of a forward's stages, as late as the memory allows, or before the
+    last (`late`), and follows the stage `after`; a forward without stages has none. New parameters
+    and states, and gradients that the update took on the device, are on their way to the host while
+    the forward begins.
     """
     computes = ops.nodes_of(graph, ops.forward)
     if not computes:

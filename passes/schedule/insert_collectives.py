@@ -1,13 +1,7 @@
-"""Inserts collectives of ranks that share a model: weights are gathered, gradients averaged.
-
-Each rank has its rows of every parameter. With `insert_all_gather` it copies them to the device,
-where the ranks exchange them:
+"""Inserts collectives of ranks that share a model: weights are gathered, gradients averaged over
+ranks and over replicas, the ranks of other hosts with the same rows.
 
     before: 2PREFETCH@0 1F     after: 2PREFETCH_SHARD@0 2ALL_GATHER@0 1F
-
-`insert_reduce_scatter` averages gradients over the ranks that share a bucket, and
-`insert_all_reduce` over its replicas, the ranks of other hosts with the same rows:
-
     before: 2B 2OFFLOAD_GRAD   after: 2B 2REDUCE_SCATTER 2ALL_REDUCE 2OFFLOAD_GRAD
 
 `delay_reduced` overlaps these with the next stage's computes:
@@ -33,11 +27,8 @@ from megacompile.passes.schedule.offload_grad import last_gradients
 
 
 def insert_all_gather(schedule: Schedule) -> Schedule:
-    """Fetch this rank's part of each bucket, then gather the other ranks' parts.
-
-    Both ops fill the same slot, so slots are assigned as on a single rank. The gather waits for the
-    copy, and the stage for the gather.
-    """
+    """Fetch this rank's part of each bucket, then gather the other ranks' parts into the same slot.
+    The gather waits for the copy, and the stage for the gather."""
     if all(bucket.ranks == 1 for bucket in schedule.buckets):
         return schedule
     new = schedule.copy()
@@ -56,14 +47,9 @@ def insert_all_gather(schedule: Schedule) -> Schedule:
 
 
 def insert_reduce_scatter(schedule: Schedule, *, rank: int) -> Schedule:
-    """Average each bucket's gradients over ranks; each rank keeps its own part.
-
-    The reduction follows the last contribution to a bucket's gradients. All later ops (sums with
-    earlier backwards, norms, copies to the host, updates) use this rank's part.
-
-    Args:
-        rank: of this process, among those that share a bucket.
-    """
+    """Average each bucket's gradients over ranks; each rank keeps its own part, number `rank`. The
+    reduction follows the last contribution to a bucket's gradients; all later ops use this rank's
+    part."""
     if schedule.backward is None or all(bucket.ranks == 1 for bucket in schedule.buckets):
         return schedule
     new, graph = copied(schedule)
@@ -82,16 +68,12 @@ def insert_reduce_scatter(schedule: Schedule, *, rank: int) -> Schedule:
 
 
 def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
-    """Average gradients over replicas too.
-
-    This is the last step before gradients are consumed, so sums with earlier backwards come first:
-    `2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2UPDATE`. The gradients of earlier backwards may
-    therefore not be averaged yet. If they are, they are equal in all replicas, and averaging does
-    not change them. The backwards of all micro-batches except the last skip the average
+    """Average gradients over replicas too, or with `defers` leave that to a later backward
     (`Schedule.defers`), because the network between hosts is slow.
 
-    Args:
-        defers: skip it; a later backward averages.
+    This is the last step before gradients are consumed, so sums with earlier backwards come first:
+    `2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2UPDATE`. If earlier gradients are averaged already, they
+    are equal in all replicas, and averaging does not change them.
     """
     if schedule.backward is None or all(bucket.replicas == 1 for bucket in schedule.buckets):
         return schedule

@@ -38,6 +38,15 @@ def _places(graph: fx.Graph, uses: Sequence[fx.Node], ahead: int) -> list[fx.Nod
     return [uses[k - ahead] if k >= ahead else body for k in range(len(uses))]
 
 
+def _reason(what: str, read: int, written: int, sets: int, largest: int) -> str:
+    """A plan's reason; sizes are bytes of a step, and of the largest of `sets` buffers."""
+    return (
+        f"{what} are on a disk: each step reads {format_bytes(read)} there and writes "
+        f"{format_bytes(written)}, through {sets} sets of buffers ({format_bytes(sets * largest)} "
+        "of host memory)"
+    )
+
+
 # Optimizer states.
 
 
@@ -56,11 +65,9 @@ def insert_disk(
         before: 1UPDATE 2UPDATE          (of `optimizer.step()`)
         after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
 
-    Args:
-        state_bytes: maps the bytes of a streamed element to those of its states, for the cost
-            model.
-        set_bytes: bytes of a buffer for all states of a bucket's trained parameters.
-        ahead: number of uses between a read and its own use.
+    `state_bytes` maps the bytes of a streamed element to those of its states, for the cost model;
+    `set_bytes` returns those of a buffer for all states of a bucket's trained parameters. A read is
+    `ahead` uses before its own.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
@@ -75,11 +82,8 @@ def insert_disk(
     sets = min(len(keys), max(STATE_SETS, 1 + in_use))
     stored = [bucket for bucket in new.buckets if bucket.key in keys]
     sizes = [trained_bytes(new, bucket, state_bytes).size_bytes for bucket in stored]
-    reason = (
-        f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets are on a disk: "
-        f"each step reads and writes {format_bytes(sum(sizes))} there, through {sets} "
-        f"sets of buffers ({format_bytes(sets * max(sizes))} of host memory)"
-    )
+    what = f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets"
+    reason = _reason(what, sum(sizes), sum(sizes), sets, max(sizes))
     largest = 0
     if set_bytes is not None:
         largest = max(set_bytes(bucket, trained[bucket.key]) for bucket in stored)
@@ -90,12 +94,10 @@ def insert_disk(
 
 
 def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
-    """The maximum number of streamed buckets whose states are in use at once. In program order,
-    states are in use from the first op that touches them to the op that changes them.
-
-    Each needs its own buffers: while the host waits for the states of one bucket, it must not
-    depend on the write of another bucket's states that it has not issued yet.
-    """
+    """The maximum number of streamed buckets whose states are in use at once, in program order,
+    from the first op that touches them to the op that changes them. Each needs its own buffers:
+    while the host waits for one bucket's states, it must not depend on a write that it has not
+    issued yet."""
     used: set[int] = set()
     most = 0
     for node in ops.nodes_that(
@@ -179,7 +181,9 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
         return new
     _read_saved(graph, names)
     new = set_saved_values(new, [names.get(name, name) for name in new.saved_values])
-    reasons = (*new.plan.reasons, _saved_reason(new, stages))
+    sizes = [tensors_bytes(n.meta.get("value")) for n in ops.nodes_of(new.forward, ops.write_saved)]
+    what, total = f"saved tensors of {numbered('stage', 0, max(stages))}", sum(sizes)
+    reasons = (*new.plan.reasons, _reason(what, total, total, 2 * SAVED_SETS, max(sizes)))
     return replace(new, plan=replace(new.plan, saved_sets=SAVED_SETS, reasons=reasons))
 
 
@@ -221,21 +225,12 @@ def _read_saved(graph: fx.Graph, names: dict[str, str]) -> None:
         graph.erase_node(on_host)
 
 
-def _saved_reason(schedule: Schedule, stages: frozenset[int]) -> str:
-    writes = ops.nodes_of(schedule.forward, ops.write_saved)
-    sizes = [tensors_bytes(node.meta.get("value")) for node in writes]
-    return (
-        f"saved tensors of {numbered('stage', 0, max(stages))} move on from the host to a disk: "
-        f"each step writes {format_bytes(sum(sizes))} there and reads it back, through "
-        f"{2 * SAVED_SETS} buffers ({format_bytes(2 * SAVED_SETS * max(sizes))} of host memory)"
-    )
-
-
 # Parameters.
 
 
 def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
-    """Read and write the parameters of the buckets in `plan.weights_on_disk`.
+    """Read and write the parameters of the buckets in `plan.weights_on_disk`, `ahead` prefetches or
+    updates early.
 
         before: 1PREFETCH 0F 2PREFETCH 1F
         after:  1READ_WEIGHTS 2READ_WEIGHTS 1PREFETCH 0F 2PREFETCH 1F
@@ -246,13 +241,9 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
         before: 1UPDATE 2UPDATE                          (of `optimizer.step()`)
         after:  1READ_TRAINED 2READ_TRAINED 1UPDATE 1WRITE_WEIGHTS 2UPDATE 2WRITE_WEIGHTS
 
-    Each prefetch names its own read. A prefetch that `assign_slots` drops because the bucket is
-    still in its slot needs none, so this pass runs after it. Updates on the device need no read,
-    because they write all new parameters into a buffer. A prefetch returns its buffer after the
-    copy, an update after the write, so one buffer of each kind would be enough.
-
-    Args:
-        ahead: number of prefetches or updates between a read and its own.
+    A prefetch that `assign_slots` drops needs no read, so this pass runs after it. Updates on the
+    device need none, because they write all new parameters into a buffer. A prefetch returns its
+    buffer after the copy, an update after the write, so one buffer of each kind would be enough.
     """
     if not schedule.plan.weights_on_disk:
         return schedule
@@ -325,13 +316,11 @@ def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:
 
 def _weights_reason(schedule: Schedule, sets: int) -> str:
     buckets = [b for b in schedule.buckets if b.key in schedule.plan.weights_on_disk]
-    whole, largest = sum(b.size_bytes for b in buckets), max(b.size_bytes for b in buckets)
+    sizes = [bucket.size_bytes for bucket in buckets]
     nodes = [node for graph in schedule.graphs.values() for node in ops.nodes_of(graph)]
-    reads = (ops.read_weights, ops.read_trained)
-    read = sum(ops.stored_bytes(node) for node in nodes if node.target in reads)
-    written = sum(ops.stored_bytes(node) for node in nodes if node.target is ops.write_weights)
-    return (
-        f"the parameters of {len(buckets)} buckets ({format_bytes(whole)}) are on a disk: each "
-        f"step reads {format_bytes(read)} there and writes {format_bytes(written)}, through "
-        f"{sets} buffers ({format_bytes(sets * largest)} of host memory)"
+    read, written = (
+        sum(ops.stored_bytes(node) for node in nodes if node.target in targets)
+        for targets in ((ops.read_weights, ops.read_trained), (ops.write_weights,))
     )
+    what = f"the parameters of {len(buckets)} buckets ({format_bytes(sum(sizes))})"
+    return _reason(what, read, written, sets, max(sizes))

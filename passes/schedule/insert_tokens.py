@@ -4,9 +4,8 @@
 
 The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
 of that part, and a backward or an update returns the last ops that wrote a part (see
-`megacompile.ir.edges`). The compute stream is in order across graphs, so its ops need no tokens
-for the weights and states of a resident bucket, but the h2d stream needs one for its gradients. The
-ops of an update already wait for the bucket's gradients.
+`megacompile.ir.edges`). The compute stream is in order across graphs, so its ops need tokens only
+for gradients. The ops of an update already wait for these.
 """
 
 from __future__ import annotations

@@ -8,15 +8,13 @@ this avoids a second pass over the head, the largest matrix of most language mod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier, Updater
 from megacompile.ir.schedule import Schedule
 from megacompile.text import format_bytes, numbered
-
-ROWS = (1, 2, 3, 5)  # candidates: consecutive stages that run again for each saved output
 
 
 def make_plan(
@@ -29,78 +27,70 @@ def make_plan(
     lookahead: int = 2,
     cut: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """Add the plan to a schedule.
+    """Add the plan of a choice to a schedule. The device never updates streamed buckets with states
+    or weights on a disk. What waits elsewhere is the same for every backward of a forward.
 
     Args:
-        choice: the decisions. The device never updates streamed buckets with states or weights on a
-            disk.
         saves: if False, nothing is kept, regardless of the choice: a backward for gradients other
-            than those that the forward was traced for has no saved tensors. Stages that would be
-            kept on the host are recomputed from the values there.
+            than those that the forward was traced for has no saved tensors.
         in_backward: the backward updates the buckets whose gradients it computes.
         activations: "auto", "keep", "selective", "recompute" or "offload", which may override the
             choice: all stages are kept, or all inputs wait on the host.
         lookahead: number of stages by which an offloaded value is fetched ahead.
         cut: the stages with pieces that run in tiles; see `stages_in_tiles`.
     """
-    keys = frozenset(bucket.key for bucket in schedule.buckets)
+    stages, keys = schedule.stages, frozenset(bucket.key for bucket in schedule.buckets)
     places = choice.places.only(keys)
-    why = [*schedule.plan.reasons, *_tiles(schedule, choice.tiles, cut)]
+    tiles = [choice.tiles if stage.index in cut else 1 for stage in stages]
     if schedule.backward is None:
-        why += ["nothing is saved: no backward follows", *_residents(schedule, places.resident)]
-        stay = _stay(schedule, places.resident, choice.stay, why)
+        streamed = [bucket for bucket in schedule.buckets if bucket.key not in places.resident]
+        stay = frozenset(b.key for b in staying(streamed, min(choice.stay, len(streamed))))
         places = places.changed(keys - places.resident, states=Tier.HOST).changed(stay, stays=True)
-        tiles = [choice.tiles if stage.index in cut else 1 for stage in schedule.stages]
-        forwards = tuple(StagePlan(tiles=count) for count in tiles)
-        return replace(schedule, plan=Plan(places, forwards, tuple(why)))
-    count = choice.keep if saves else 0
-    kept = _keep(schedule, count, activations, why)
-    away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
-    on_host = away if count else frozenset[int]()
-    halves: frozenset[int] = frozenset()
-    if not cut and (choice.halves or activations == "selective"):  # tiles save little anyway
-        halves = kept - {schedule.stages[-1].index}
-    if on_host:
-        why.append(
-            f"{len(on_host)} stages from {min(on_host)} to {max(on_host)} are kept on the host: "
-            f"{'what' if cut else 'half of what'} they save is copied there after their forward "
-            "and fetched before their backward, which recomputes the rest"
-        )
-    if halves:
-        why.append("all but the last save only half and recompute the rest")
-    kept |= on_host
-    halves |= frozenset() if cut else on_host  # halves the copies
-    offload = len(schedule.stages) if activations == "offload" else choice.offload
-    offloaded = _offload(schedule, offload, lookahead, why) | away
-    again = _rerun(schedule, choice.rerun, why)
-    why += _residents(schedule, places.resident)
-    places = _updaters(schedule, places, choice.device_update, why, in_backward=in_backward)
-    rows = []
-    for i in (stage.index for stage in schedule.stages):
-        saved = SavedPart.ALL if i in kept else SavedPart.INPUTS
-        tier = Tier.DISK if i < choice.saved_on_disk else Tier.HOST
-        rows.append(
-            StagePlan(
-                saved=SavedPart.HALF if i in halves else saved,
-                tier=tier if i in offloaded else Tier.DEVICE,
-                rerun=i in again,
-                tiles=choice.tiles if i in cut else 1,
+        plan = Plan(places, tuple(StagePlan(tiles=count) for count in tiles))
+    else:
+        count = choice.keep if saves else 0
+        able = [stage.index for stage in stages if stage.traced.has_backward]
+        if count and activations in ("keep", "selective"):
+            kept = frozenset(able)
+        else:
+            last = count == 1 and not stages[-1].traced.has_backward
+            kept = frozenset(() if last else able[len(able) - min(count, len(able)) :])
+        away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
+        halves = away if count else frozenset[int]()  # on the host: halves the copies
+        if choice.halves or activations == "selective":
+            halves |= kept - {stages[-1].index}
+        kept |= away if count else frozenset()
+        offload = len(stages) if activations == "offload" else choice.offload
+        # not the last ones, whose values the backward needs as it begins
+        waiting = away | {*range(min(offload, len(stages) - lookahead - 1))}
+        # not the first, whose outputs all others read in most models, nor the last
+        again = range(1, len(stages) - 1, 2) if choice.rerun else ()
+        rows = []
+        for i in (stage.index for stage in stages):
+            part = SavedPart.HALF if i in halves and not cut else SavedPart.ALL  # tiles save little
+            tier = Tier.DISK if i < choice.saved_on_disk else Tier.HOST
+            rows.append(
+                StagePlan(
+                    saved=part if i in kept else SavedPart.INPUTS,
+                    tier=tier if i in waiting else Tier.DEVICE,
+                    rerun=i in again,
+                    tiles=tiles[i],
+                )
             )
-        )
-    # between neighboring stages on the host: a copy may take that long
-    gaps = (after - one for one, after in itertools.pairwise(sorted(away)))
-    longest = max(gaps, default=2 if away else 1)
-    delays = {"state_delay": choice.state_delay, "saved_delay": longest}
-    return replace(schedule, plan=Plan(places, tuple(rows), tuple(why), **delays))
+        places = _updaters(schedule, places, choice.device_update, in_backward=in_backward)
+        # between neighboring stages on the host: a copy may take that long
+        gaps = (after - one for one, after in itertools.pairwise(sorted(away)))
+        longest = max(gaps, default=2 if away else 1)
+        delay = choice.state_delay
+        plan = Plan(places, tuple(rows), state_delay=delay, saved_delay=longest)
+    reasons = (*schedule.plan.reasons, *_tiles(schedule, choice.tiles, cut))
+    return replace(schedule, plan=replace(plan, reasons=(*reasons, *_reasons(schedule, plan))))
 
 
 def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> frozenset[int]:
     """The stages that are kept on the host: as many as chosen, evenly spread, so that the next
-    stages compute while one is copied. The stages after them are kept on the device.
-
-    The last `lookahead + 1` stages are excluded, because the backward needs their tensors as it
-    begins.
-    """
+    stages compute while one is copied. The last `lookahead + 1` stages are excluded, because the
+    backward needs their tensors as it begins."""
     able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
     last = len(schedule.stages) - lookahead - 1
     saving = {s.index for s in schedule.stages if s.traced.saved}
@@ -109,164 +99,123 @@ def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> fro
     return frozenset(pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count))
 
 
-def _residents(schedule: Schedule, resident: frozenset[int]) -> list[str]:
-    if not resident:
-        return []
-    size = sum(bucket.shard_bytes for bucket in schedule.buckets if bucket.key in resident)
-    count = f"{len(resident)} of {len(schedule.buckets)} buckets are resident"
-    return [f"{count} ({format_bytes(size)} of parameters)"]
-
-
 def staying(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
     """`count` buckets, evenly spread, so that the others are fetched while these compute."""
     return [buckets[i * len(buckets) // count] for i in range(count)]
 
 
-def _stay(
-    schedule: Schedule, resident: frozenset[int], count: int, why: list[str]
-) -> frozenset[int]:
-    streamed = [bucket for bucket in schedule.buckets if bucket.key not in resident]
-    chosen = staying(streamed, min(count, len(streamed)))
-    if chosen:
-        size = format_bytes(sum(bucket.size_bytes for bucket in chosen))
-        why.append(
-            f"{len(chosen)} of {len(streamed)} streamed buckets stay in their slots from one "
-            f"forward to the next ({size})"
-        )
-    return frozenset(bucket.key for bucket in chosen)
-
-
-def _keep(schedule: Schedule, count: int, activations: str, why: list[str]) -> frozenset[int]:
-    able, last = [s for s in schedule.stages if s.traced.has_backward], schedule.stages[-1]
-    kept = able[len(able) - min(count, len(able)) :]
-    if count and activations in ("keep", "selective"):
-        kept, reason = able, f"every stage is kept: activations={activations!r}"
-    elif count == 1 and not last.traced.has_backward:
-        kept, reason = [], f"stage {last.index} ({last.name}) has no backward: nothing to keep"
-    elif not kept:
-        reason = "every stage is recomputed"
-    elif kept == [last]:
-        reason = f"stage {last.index} ({last.name}) is kept: its backward is next"
-    else:
-        many = numbered("stage", kept[0].index, kept[-1].index)
-        reason = f"{many} {'are' if len(kept) > 1 else 'is'} kept: they fit"
-    why.append(reason)
-    return frozenset(stage.index for stage in kept)
-
-
-def _offload(schedule: Schedule, count: int, lookahead: int, why: list[str]) -> frozenset[int]:
-    """The first `count` stages, except the last ones, whose values the backward needs as it begins.
-
-    The result is the same for every backward of a forward, for any outputs.
-    """
-    stages = len(schedule.stages)
-    chosen = min(count, max(0, stages - lookahead - 1))
-    if chosen:
-        why.append(
-            f"saved tensors of {numbered('stage', 0, chosen - 1)} wait on the host; the backward "
-            f"begins with the other {stages - chosen}"
-        )
-    elif count:
-        reason = f"the backward needs the saved tensors of all {stages} stages too soon"
-        why.append(f"nothing waits on the host: {reason}")
-    return frozenset(range(chosen))
-
-
-def reruns(stages: int, row: int) -> int:
-    """Number of stages that run again if each saved output is followed by `row` such stages.
-
-    The first and the last stage never do: all others read the first's outputs, and the last returns
-    the loss.
-    """
-    able = max(0, stages - 2)
-    return able - able // (row + 1)
-
-
-def _rerun(schedule: Schedule, count: int, why: list[str]) -> frozenset[int]:
-    """Stages 1, 3, 5, ..., without the first stage, whose outputs all others read in most models.
-    If these are not enough, all stages but a few, evenly spread.
-
-    The result is the same for every backward of a forward.
-    """
-    able = range(1, len(schedule.stages) - 1)
-    chosen: Sequence[int] = able[::2][:count]
-    which = ", every other one,"
-    if count > len(chosen) and len(able) > count:
-        saved = len(able) - count
-        between = {able[(i + 1) * len(able) // (saved + 1)] for i in range(saved)}
-        chosen = [index for index in able if index not in between]
-        which = f", except {saved} in between,"
-    elif count > len(chosen):
-        chosen, which = able, ""
-    if len(chosen) == 1:
-        why.append(f"stage {chosen[0]} runs again in the backward: its outputs are not saved")
-    elif chosen:
-        why.append(
-            f"stages {chosen[0]} to {chosen[-1]}{which} run again in the backward: their outputs "
-            "are not saved"
-        )
-    return frozenset(chosen)
-
-
-def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> list[str]:
-    """Reasons for the tiles: which stages run in tiles, and why others do not."""
-    if tiles == 1:
-        return []
-    count = len(schedule.stages)
-    changing = sum(stage.traced.symbols is not None for stage in schedule.stages)
-    others = count - changing - len(cut)
-    reasons = []
-    if cut:
-        where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
-        reasons.append(
-            f"tokenwise pieces run in {tiles} tiles{where}; their weight gradients "
-            "are summed in float32"
-        )
-    if changing:
-        reasons.append(
-            f"{changing} of {count} stages are not tiled: their sizes change from call to call "
-            "(dynamic=False)"
-        )
-    if others and cut:
-        reasons.append(
-            f"{others} of {count} stages are not tiled: they have no tokenwise matrix product"
-        )
-    elif others:
-        reasons.append("nothing is tiled: no matrix product is tokenwise")
-    return reasons
-
-
-def _updaters(
-    schedule: Schedule, places: Places, share: float, why: list[str], *, in_backward: bool
-) -> Places:
+def _updaters(schedule: Schedule, places: Places, share: float, *, in_backward: bool) -> Places:
     """Choose the updater of each bucket that gets gradients. The device updates the first ones, up
     to a share of the streamed parameters that are on the host with their states."""
     trained = schedule.gradient_params
-    sizes = {
-        bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
-        for bucket in schedule.buckets
-        if bucket.key in trained and bucket.key not in places.resident
-    }
-    frozen = [b.key for b in schedule.buckets if b.key not in trained.keys() | places.resident]
+    sizes = _trained_numel(schedule, places)
     elsewhere = places.on_disk | places.weights_on_disk
-    total, chosen = sum(sizes.values()), []
+    chosen = []
     left = share * sum(size for key, size in sizes.items() if key not in elsewhere)
     for bucket in schedule.buckets:
         if bucket.key not in elsewhere and 0 < sizes.get(bucket.key, 0) <= left:
             left -= sizes[bucket.key]
-            chosen.append(bucket)
+            chosen.append(bucket.key)
+    frozen = [b.key for b in schedule.buckets if b.key not in trained.keys() | places.resident]
     places = places.changed(frozen, states=Tier.HOST)  # without states
     if in_backward:
         places = places.changed(trained, updater=Updater.BACKWARD)
     else:
         places = places.changed(places.resident & trained.keys(), updater=Updater.DEVICE)
-    if chosen:
-        part = sum(sizes[bucket.key] for bucket in chosen)
-        which = f"bucket {chosen[0].label}"
-        if len(chosen) > 1:
-            which = f"buckets {chosen[0].label} to {chosen[-1].label}"
-        why.append(
-            f"optimizer.step() updates {which} ({part / total:.0%} of the streamed parameters) on "
-            "the device while the host updates the others"
+    return places.changed(chosen, updater=Updater.DEVICE)
+
+
+def _trained_numel(schedule: Schedule, places: Places) -> dict[int, int]:
+    """Number of elements that get a gradient in each streamed bucket, by key."""
+    trained = schedule.gradient_params
+    return {
+        bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
+        for bucket in schedule.buckets
+        if bucket.key in trained and bucket.key not in places.resident
+    }
+
+
+# The reasons of a plan.
+
+
+def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> Iterator[str]:
+    """The stages that run in tiles, and why others do not."""
+    if tiles == 1:
+        return
+    count = len(schedule.stages)
+    changing = sum(stage.traced.symbols is not None for stage in schedule.stages)
+    if cut:
+        where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
+        yield (
+            f"tokenwise pieces run in {tiles} tiles{where}; their weight gradients "
+            "are summed in float32"
         )
-    return places.changed((bucket.key for bucket in chosen), updater=Updater.DEVICE)
+    if changing:
+        yield (
+            f"{changing} of {count} stages are not tiled: their sizes change from call to call "
+            "(dynamic=False)"
+        )
+    if others := count - changing - len(cut):
+        not_tiled = "they have no tokenwise matrix product"
+        yield (
+            f"{others} of {count} stages are not tiled: {not_tiled}"
+            if cut
+            else "nothing is tiled: no matrix product is tokenwise"
+        )
+
+
+def _reasons(schedule: Schedule, plan: Plan) -> Iterator[str]:
+    if schedule.backward is None:
+        yield "nothing is saved: no backward follows"
+    else:
+        yield from _of_stages(plan)
+    if plan.resident:
+        size = format_bytes(sum(b.shard_bytes for b in schedule.buckets if b.key in plan.resident))
+        buckets = f"{len(plan.resident)} of {len(schedule.buckets)} buckets are resident"
+        yield f"{buckets} ({size} of parameters)"
+    if plan.stay:
+        size = format_bytes(sum(b.size_bytes for b in schedule.buckets if b.key in plan.stay))
+        yield (
+            f"{len(plan.stay)} of {len(schedule.buckets) - len(plan.resident)} streamed buckets "
+            f"stay in their slots from one forward to the next ({size})"
+        )
+    if plan.device_update and schedule.backward is not None:
+        sizes = _trained_numel(schedule, plan.places)
+        part = sum(sizes[key] for key in plan.device_update) / sum(sizes.values())
+        labels = [bucket.label for bucket in schedule.buckets if bucket.key in plan.device_update]
+        yield (
+            f"optimizer.step() updates {numbered('bucket', labels[0], labels[-1])} ({part:.0%} of "
+            "the streamed parameters) on the device while the host updates the others"
+        )
+
+
+def _of_stages(plan: Plan) -> Iterator[str]:
+    rows = plan.stages
+    away = sorted(plan.keep & plan.offload)
+    kept = sorted(plan.keep - plan.offload)
+    if not kept:
+        yield "every stage is recomputed" if not away else "no stage is kept on the device"
+    elif len(kept) == len(rows):
+        yield "every stage is kept"
+    else:
+        yield f"{numbered('stage', kept[0], kept[-1])} {'is' if len(kept) == 1 else 'are'} kept"
+    half = {i for i, row in enumerate(rows) if row.saved is SavedPart.HALF}
+    if half.intersection(kept):
+        yield "all but the last save only half and recompute the rest"
+    if away:
+        part = "half of what" if half.intersection(away) else "what"
+        yield (
+            f"{len(away)} stages from {away[0]} to {away[-1]} are kept on the host: {part} they "
+            "save is copied there after their forward and fetched before their backward, which "
+            "recomputes the rest"
+        )
+    if waiting := sorted(plan.offload - plan.keep):
+        yield (
+            f"saved tensors of {numbered('stage', waiting[0], waiting[-1])} wait on the host; the "
+            f"backward begins with the other {len(rows) - len(waiting)}"
+        )
+    if again := sorted(plan.rerun):
+        yield (
+            f"{numbered('stage', again[0], again[-1])}, every other one, run again in the "
+            "backward: their outputs are not saved"
+        )

@@ -1,4 +1,4 @@
-"""Offloads each bucket's gradients to the host right after the last contribution.
+"""Offloads each bucket's gradients to the host right after the last contribution, with their norms.
 
     before: 2B 1B 0B     after: 2B 2OFFLOAD_GRAD 1B 1OFFLOAD_GRAD 0B 0OFFLOAD_GRAD
 
@@ -67,9 +67,8 @@ def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]
 def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
     """Fetch the gradients so far before the stage runs, and add to them after it."""
     suffix = bucket.suffix
-    first = call
-    while first.prev.op != "root" and _same_stage(first.prev, call):
-        first = first.prev
+    again = ops.calls_by_stage(graph, ops.recompute)
+    first = again.get(ops.arguments(call)[0].index, call)
     meta = group.meta.get("value")
     with graph.inserting_before(first):
         buffer = ops.call(graph, ops.alloc_grad, bucket, name=f"buf_g{suffix}")
@@ -81,13 +80,43 @@ def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -
     return total
 
 
-def _same_stage(node: fx.Node, call: fx.Node) -> bool:
-    """True if the node is the stage's recompute, or an item of it."""
-    if node.target is ops.recompute:
-        return node.args[0] is call.args[0]
-    return bool(
-        ops.op_of(node) is None
-        and node.op == "call_function"
-        and isinstance(node.args[0], fx.Node)
-        and node.args[0].target is ops.recompute
+def insert_norms(schedule: Schedule) -> Schedule:
+    """Compute the norms of each bucket's gradients while they are on the device.
+
+        before: 2B 2OFFLOAD_GRAD             after: 2B 2NORM_GRAD 2OFFLOAD_GRAD
+        before: 2B 2UPDATE 2OFFLOAD_STATE    after: 2B 2NORM_GRAD 2UPDATE 2OFFLOAD_STATE
+
+    They are those of the offloaded gradients, including sums over several backwards, so that
+    clipping needs no pass over host memory. Gradients that an update in the backward consumes get
+    only the L2 norm, too late for clipping, for logs. Gradients that stay on the device for
+    `optimizer.step()` get theirs on demand, and those not averaged over replicas yet
+    (`Schedule.defers`) none.
+
+    With `lowering="eager"` and one rank this pass does not run: torch computes the norms in the
+    same order as for the plain model.
+    """
+    if schedule.backward is None or schedule.defers:
+        return schedule
+    new, graph = copied(schedule)
+    for node in ops.nodes_of(graph, ops.offload_grad, ops.offload_state, ops.update_in_place):
+        bucket, value = ops.arguments(node)[:2]
+        stays = node.target is ops.offload_grad and bucket.key in new.plan.resident
+        if stays or not _have_norms(bucket):
+            continue
+        before, gradients = node, value
+        if node.target is ops.offload_state:
+            before, gradients = value, ops.arguments(value)[2]  # the update's
+        consumed = node.target is not ops.offload_grad
+        with graph.inserting_before(before):
+            call = (bucket, gradients, False) if consumed else (bucket, gradients)
+            norms = ops.call(graph, ops.norm_grad, *call, name=f"n{bucket.suffix}")
+        compat.set_args(node, (bucket, value, norms))
+    return new
+
+
+def _have_norms(bucket: Bucket) -> bool:
+    """True if all its gradients have an L2 norm and a maximum in float32, as in torch."""
+    return all(
+        param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4
+        for param in bucket.params
     )

@@ -5,22 +5,13 @@
     after:  0F 1OFFLOAD_SAVED 1F 2OFFLOAD_SAVED 2F 3F
             2FETCH_SAVED 3B 2RECOMPUTE 1FETCH_SAVED 2B 1RECOMPUTE 1B
 
-A value is copied as soon as it is made, while the next stages compute; `free` releases its device
-memory after the copy and the forward's last reader. In the backward it is fetched `lookahead`
-stages before its first use, into memory allocated there, and stays until its last use. Each value
-is offloaded once, even if several stages take it.
+A value is copied once, as soon as it is made; `free` releases its device memory after the copy and
+the forward's last reader. In the backward it is fetched `lookahead` stages before its first use.
 
-These values stay on the device:
-
-- values that a stage outside `plan.offload` takes too, which must be on the device at the boundary;
-- inputs of the graph and outputs to the user, because the user or the autograd graph keeps them
-  alive anyway;
-- a saved tensor that shares memory with a value that stays: the stage's input, or its output that
-  the next stage takes;
-- generator states, which are on the host already.
-
-The choice of values depends only on the plan and the forward, not on the outputs that get a
-gradient, so a backward for other outputs finds them under the same names.
+These values stay on the device: those that a stage outside `plan.offload` takes too; inputs of the
+graph and outputs to the user, which are alive anyway; saved tensors that share memory with a value
+that stays; and generator states, which are on the host already. The choice depends only on the plan
+and the forward, so a backward for other outputs finds them under the same names.
 """
 
 from __future__ import annotations
@@ -40,12 +31,8 @@ from megacompile.passes.schedule.prefetch import uses
 
 
 def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
-    """Offload the saved values of the stages in `plan.offload`.
-
-    Args:
-        schedule: after `insert_recompute`.
-        lookahead: number of stages by which a value is fetched before its first use.
-    """
+    """Offload the saved values of the stages in `plan.offload`, after `insert_recompute`. A value
+    is fetched `lookahead` stages before its first use."""
     if schedule.backward is None or not schedule.plan.offload:
         return schedule
     new, graph = copied(schedule)

@@ -2,16 +2,12 @@
 
     before: 0F 1F 2F 3F      after: BEGIN 0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 3PREFETCH 2F 3F
 
-A recompute and the backward after it are one use. Buckets that the code does not read (an
-embedding's backward needs no weight) are not fetched. A bucket that the previous use reads too is
-fetched once for both. Resident buckets (`plan.resident`) are used in place.
+A recompute and the backward after it are one use. Only buckets that the code reads are fetched, and
+once for two uses in a row; resident ones are used in place.
 
 Ranks that share a bucket fetch it together, but may keep different stages. So the backward of a
-kept stage fetches what its recompute would read. If a streamed bucket stays in its slot for its
-update, it also does so in ranks where it is resident and updated in place.
-
-Prefetches have no waits yet: `assign_slots` adds the last reader of the slot, `insert_tokens` the
-last update of the bucket.
+kept stage fetches what its recompute would read, and a bucket that stays in its slot for its update
+also does so in ranks where it is resident.
 """
 
 from __future__ import annotations

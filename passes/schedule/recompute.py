@@ -47,7 +47,14 @@ def insert_recompute(schedule: Schedule) -> Schedule:
         if stage.traced.saved:
             call, primals = forwards[stage.index], stage.traced.recompute_primals
             args, rng = _inputs(call, stage, primals, placeholders)
-            _recompute(backwards[stage.index], stage, args, rng, placeholders)
+            backward = backwards[stage.index]
+            with graph.inserting_before(backward):
+                name = f"rc{stage.index}"
+                made = ops.call(graph, ops.recompute, stage, (), args, rng, name=name)
+                made.meta["value"] = stage.saved_values
+                for k, placeholder in enumerate(ops.arguments(backward)[3]):
+                    item = add_item(graph, made, k, f"{placeholder.name}_again")
+                    placeholders.replace(placeholder, item)
             saved_values += [str(node.target) for node in (*args, rng) if node is not None]
     return set_saved_values(new, list(dict.fromkeys(saved_values)))
 
@@ -65,48 +72,20 @@ def _inputs(
     return args, placeholders.of(states[stage.index]) if states else None
 
 
-def _recompute(
-    backward: fx.Node,
-    stage: Stage,
-    args: tuple[fx.Node | None, ...],
-    rng: fx.Node | None,
-    placeholders: Placeholders,
-) -> None:
-    """Insert a recompute before a backward and use its results as saved tensors."""
-    graph, saved = backward.graph, ops.arguments(backward)[3]
-    with graph.inserting_before(backward):
-        again = ops.call(graph, ops.recompute, stage, (), args, rng, name=f"rc{stage.index}")
-        again.meta["value"] = stage.saved_values
-        for k, placeholder in enumerate(saved):
-            item = add_item(graph, again, k, f"{placeholder.name}_again")
-            placeholders.replace(placeholder, item)
-
-
 # Reruns.
 
 
 def insert_reruns(schedule: Schedule) -> Schedule:
-    """Rerun the stages in `plan.rerun` instead of saving their outputs.
+    """Rerun the stages in `plan.rerun` instead of saving their outputs, in a schedule with its
+    recomputes.
 
-    A recompute rebuilds a stage's intermediate values from its saved inputs, one value per stage. A
-    rerun rebuilds these inputs too, from the inputs of the previous stage. It costs one more
-    forward of that stage, and saves nothing for it. In a row of stages each takes the outputs of
-    the previous one, so a row saves only the inputs of its first:
+        1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B
 
-        1RERUN 2RERUN 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
-
-    The outputs of a row stay on the device until its backwards have read them. These outputs are
-    not rebuilt:
-
-    - outputs of a stage with in-place changes;
-    - outputs that several stages' backwards take, which would live as long anyway;
-    - outputs returned to the user;
-    - outputs of a stage with an input that is neither saved nor rebuilt.
-
-    As in `offload_saved`, the choice of values depends only on the plan and the forward.
-
-    Args:
-        schedule: with its recomputes.
+    A rerun rebuilds the saved inputs of the next stage from those of its own. It costs one more
+    forward of that stage, and saves nothing for it. Outputs are not rebuilt if the stage changes
+    something in place or has an input that is neither saved nor rebuilt, if several stages'
+    backwards take them, or if they are returned to the user. As in `offload_saved`, the choice of
+    values depends only on the plan and the forward.
     """
     if schedule.backward is None or not schedule.plan.rerun:
         return schedule
@@ -136,8 +115,9 @@ def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
             continue
         outputs = [
             item
-            for _, item in _outputs(calls[stage.index], stage)
-            if item in saved
+            for k, item in ops.items(calls[stage.index])
+            if k < len(stage.outputs)
+            and item in saved
             and item not in returned
             and isinstance(item.meta.get("value"), TensorMeta)
             and len(takers.get(item, ())) == 1
@@ -154,11 +134,8 @@ def _rerun(
     computes: list[Use],
     placeholders: Placeholders,
 ) -> None:
-    """Insert a rerun ahead of the first use of its outputs in the backward.
-
-    Args:
-        computes: the uses of the backward in program order; the rerun is added.
-    """
+    """Insert a rerun ahead of the first use of its outputs in the backward, and into `computes`,
+    the uses of the backward in program order."""
     graph = placeholders.graph
     wanted = {item: found for item in outputs if (found := placeholders.by_name.get(item.name))}
     readers = {user for placeholder in wanted.values() for user in placeholder.users}
@@ -170,11 +147,7 @@ def _rerun(
         again = ops.call(graph, ops.rerun, stage, (), args, rng, name=f"rr{stage.index}")
         computes.insert(at, Use((again,), ()))
         again.meta["value"] = call.meta["value"][: len(stage.outputs)]
-        for k, item in _outputs(call, stage):
+        for k, item in sorted((k, item) for k, item in ops.items(call) if k < len(stage.outputs)):
             made = add_item(graph, again, k, f"{item.name}_again")
             if item in wanted:
                 placeholders.replace(wanted[item], made)
-
-
-def _outputs(call: fx.Node, stage: Stage) -> list[tuple[int, fx.Node]]:
-    return sorted((k, item) for k, item in ops.items(call) if k < len(stage.outputs))

@@ -3,10 +3,8 @@
     the plan: kept -> half kept
     before: 1F returns s1_0 s1_1 s1_2        after: 1F returns s1_0, and 1B computes more
 
-Plans need sizes, so by then each stage has been split for speed. A stage that must save less or run
-in tiles is split again from its traced graph. This changes the values that its forward returns and
-its backward takes, so the backward is written again. A draft's stages get their bundles here too,
-for the same reason.
+This changes the values that a stage's forward returns and its backward takes, so the backward is
+written again. A draft's stages get their bundles here too, for the same reason.
 """
 
 from __future__ import annotations
@@ -40,12 +38,8 @@ def split_stages(
     cache: TemplateCache,
     bundles: Callable[[Template], Bundles] | None = None,
 ) -> Schedule:
-    """Split the stages that the plan keeps in half or runs in tiles.
-
-    Args:
-        bundles: for a draft, returns the saved tensors of a template that become one value (see
-            `bundles_of`).
-    """
+    """Split the stages that the plan keeps in half or runs in tiles. For a draft, `bundles` returns
+    the saved tensors of a template that become one value (see `bundles_of`)."""
     plan, templates = schedule.plan, _templates(schedule, cache)
     together: dict[Template, Bundles] = {}
     if bundles is not None and schedule.backward is not None:
@@ -71,10 +65,8 @@ def split_stages(
 
 
 def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> frozenset[int]:
-    """The stages with pieces that can run in `tiles` tiles.
-
-    The others are split as if there were no tiles, because recomputing would save nothing there.
-    """
+    """The stages with pieces that can run in `tiles` tiles. The others are split as if there were
+    no tiles, because recomputing would save nothing there."""
     if tiles == 1:
         return frozenset()
     known = [stage for stage in schedule.stages if stage.traced.symbols is None]
@@ -141,14 +133,10 @@ def bundles_of(template: Template, *, fused: bool) -> Bundles:
 
         before: 1F returns y1 s1_0 s1_1 ... s1_13        after: 1F returns y1 s1_0
 
-    A draft is only simulated, and most of its nodes would be for saved tensors: a layer saves a
-    dozen, each with a node, a placeholder and a free. All saved tensors of a stage are created and
-    freed together. So those that own their memory become one value, a *bundle*, with the sum of
-    their sizes. Tensors that share memory with the stage's inputs or outputs are excluded, because
-    these may live longer, and so are tensors that wait on the host, which are copied one by one.
-
-    Args:
-        fused: elementwise operations are fused (lowering "inductor").
+    A draft is only simulated, and most of its nodes would be for saved tensors. All saved tensors
+    of a stage are created and freed together, so those that own their memory become one value, a
+    *bundle*, with the sum of their sizes. Tensors that share memory with the stage's inputs or
+    outputs may live longer and are excluded.
     """
     apart = set(range(len(template.saved)))
     for code in (Code.FORWARD_SAVING, Code.RECOMPUTE):

@@ -2,12 +2,10 @@
 
     before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
-Buckets are updated in the order in which the next forward reads them. Threads of the host update
-buckets in host memory (`update_host`), and the device helps (`help_host`), except with states on a
-disk, which it would wait for. The work is divided at run time (`runtime.updates.workers`). The
-compute stream updates resident buckets (`update_resident`) and buckets that the backward left on
-the device (`schedule.left`), whose new values then go to the host. An update on the host waits for
-its bucket's gradients (`gradients_1`), and a later graph takes its token (see `insert_tokens`).
+Buckets are updated in the order in which the next forward reads them: in host memory by threads
+(`update_host`) that the device helps (`help_host`), except with states on a disk, which it would
+wait for; on the compute stream resident buckets and those that the backward left on the device
+(`schedule.left`), whose new values then go to the host.
 """
 
 from __future__ import annotations
@@ -30,11 +28,8 @@ from megacompile.passes.schedule.insert_tokens import insert_tokens
 
 
 def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
-    """Add an update graph if the backward has gradients of parameters.
-
-    Args:
-        helps: the device helps the host.
-    """
+    """Add an update graph if the backward has gradients of parameters; with `helps` the device
+    helps the host."""
     trained = schedule.gradient_params if schedule.backward is not None else {}
     left = left_of(schedule)
     rest = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
@@ -74,13 +69,8 @@ def rest_of(
     helps: bool,
     state_bytes: Callable[[int], float] = float,
 ) -> Schedule:
-    """A schedule with only an update, for buckets that no other schedule updates.
-
-    Args:
-        places: of the buckets.
-        helps: the device helps the host.
-        state_bytes: maps the bytes of a streamed element to those of its states.
-    """
+    """A schedule with only an update, for buckets that no other schedule updates. `state_bytes`
+    maps the bytes of a streamed element to those of its states."""
     forward = fx.Graph()
     forward.output(((), ()))
     plan = Plan(places.only({bucket.key for bucket in buckets}))

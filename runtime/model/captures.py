@@ -147,12 +147,12 @@ class Captures:
         before = random_state(self.machine.device), self._buffers(modules)
         made, start_s = [graph.made for graph in self.graphs], time.perf_counter()
         if made:
-            compiler = self.buckets.plans.compiler
-            if compiler.code_is_ready() and not self.machine.pending:
+            code = self.buckets.plans.compiler.pipeline.to_come
+            if code.is_ready() and not self.machine.pending:
                 with compiling("the stages that ran uncompiled", self.machine):
-                    loaded = compiler.load_code(_LOADING_S)
+                    loaded = code.load(_LOADING_S)
                 if loaded:  # all of the code that was compiled in the background
-                    compiler.use_code()
+                    code.use()
             result = self._until_done(run, compiled, attempts, before)
             self._note_made(compiled, made, time.perf_counter() - start_s)
         else:

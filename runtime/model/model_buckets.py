@@ -342,7 +342,7 @@ class ModelBuckets:
             return  # these cannot move
         trained = {bucket.layout.key: list(bucket.grad_dtypes()) for bucket in read}
         layouts = [bucket.whole for bucket in read]
-        self.plans.compiler.note_fetches(layouts, trained, self.plans.placement)
+        self.plans.compiler.chooser.note_fetches(layouts, trained, self.plans.placement)
 
     def _adopt(self, fits: bool) -> None:
         """Take over new parameters and parameters whose memory was replaced."""

@@ -77,7 +77,7 @@ class Plans:
         torch.cuda.empty_cache()
         how = self.compiler.step_down()
         if not how:
-            needs = self.compiler.needs()
+            needs = self.compiler.budget.needs()
             raise DeviceMemoryError(
                 f"megacompile(): device memory ran out in {where}, with every stage recomputed and "
                 f"nothing resident ({ran_out})\n{needs}{'' if not needs else chr(10)}"
@@ -133,7 +133,7 @@ class Program:
         self.machine = machine
         if stages is None:
             with _stages_own_ambient():
-                stages = plans.compiler.partition(capture)
+                stages = plans.compiler.pipeline.partition(capture)
         self.stages = stages
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)

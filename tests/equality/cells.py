@@ -163,8 +163,8 @@ SAVED: dict[str, dict[str, Any]] = {  # `choice`: of the plan
     "offload": {"activations": "offload"},
     "disk": {"activations": "offload", "disk_saved": True},
     "on the host": {"choice": {"keep": 1, "saved_on_host": 2}},
-    "halves, rerun": {"choice": {"keep": 3, "halves": True, "rerun": 1}},
-    "some of each": {"choice": {"keep": 2, "offload": 1, "rerun": 2, "state_delay": 2}},
+    "halves, rerun": {"choice": {"keep": 3, "halves": True, "rerun": True}},
+    "some of each": {"choice": {"keep": 2, "offload": 1, "rerun": True, "state_delay": 2}},
 }
 WEIGHTS = ("streamed", "resident", "some resident", "moving", "disk")
 STATES = ("host", "disk", "some on disk")

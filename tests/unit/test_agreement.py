@@ -255,7 +255,7 @@ def test_ranks_measure_together_where_one_of_them_has_no_rates(
     assert slowest.network_gb_s == 7.0 and slowest.name == H200.name
     rates: Any = SimpleNamespace(on=lambda machine: machine.replace(**DISK))
     disk = rank_rates.SharedDisk(2, 500, rates)
-    found, measured = threads.agree([SMALL, LARGE, SLOWER], disks={0: disk, 1: disk})
+    found, measured = threads.agree([SMALL, LARGE, SLOWER], disk=disk)
     assert measured == [], "all have rates"
     assert found.ranks[0].hardware.disk_read_gb_s == 9.0 == 2 * found.hardware.disk_read_gb_s
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -280,22 +280,18 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
         measured.append(threads.rank)
         return threads.host()
 
-    def agree(users: str, *, is_measured: bool = True) -> dict[int, tuple[Any, ...]]:
+    def agree(users: str, *, is_measured: bool = True) -> Any:
         def body(rank: int) -> Any:
             folder = str(tmp_path) if str(rank) in users else None
             options: dict[str, Any] = {"measured": is_measured, "load": load}
-            return rank_rates.agree_disks(
-                threads.mesh, folder, threads.all_gather_object, **options
-            )
+            mine = rank_rates.agree_disk(threads.mesh, folder, threads.all_gather_object, **options)
+            each = None if mine is None else (mine.ranks, mine.share_bytes, mine.rates)
+            return threads.all_gather_object(each)
 
-        measured.clear()
-        disks = threads.each(body)
-        return {rank: (each.ranks, each.share_bytes, each.rates) for rank, each in disks.items()}
+        return threads.each(body)
 
-    assert agree("0123") == {**dict.fromkeys((0, 1, 2), (3, 333, "a")), 3: (1, 1000, "b")}
+    assert agree("0123") == [*[(3, 333, "a")] * 3, (1, 1000, "b")]
     assert sorted(measured) == [0, 3]
-    assert agree("12", is_measured=False) == dict.fromkeys((1, 2), (2, 500, None))
-    assert not measured
+    assert agree("12", is_measured=False) == [None, *[(2, 500, None)] * 2, None]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")  # two have another model
-    assert agree("12") == dict.fromkeys((1, 2), (4, 250, "a"))
-    assert measured == [1]
+    assert agree("12") == [None, *[(4, 250, "a")] * 2, None]

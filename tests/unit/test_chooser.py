@@ -192,7 +192,7 @@ def uncaptured(plans: Any, read: frozenset[int]) -> list[Any]:
     buckets = [unit.bucket for unit in plans.compiler.pipeline.units]
     others = [bucket for bucket in buckets if bucket.key not in read]
     trained = {bucket.key: range(len(bucket.params)) for bucket in others}
-    plans.compiler.note_fetches(others, trained, plans.placement)
+    plans.compiler.chooser.note_fetches(others, trained, plans.placement)
     return others
 
 
@@ -270,8 +270,8 @@ CHOICES = (
     Choice(0),
     Choice(4, device_update=0.4),
     Choice(4, halves=True),
-    Choice(3, saved_on_host=2, more_slots=2),
-    Choice(0, offload=6, rerun=3),
+    Choice(3, saved_on_host=2),
+    Choice(0, offload=6, rerun=True),
     Choice(2, tiles=4, saved_on_host=2),
 )
 

@@ -206,10 +206,7 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert exact.memory(Choice(0, state_lookahead=1)) == exact.memory(Choice(0))
 
 
-SLOW_LINK = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
 PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] = {
-    # what stays in a slot from the forward to the backward is not fetched again
-    "more_slots": ({"tokens": 64}, {"hardware": SLOW_LINK}, 2, {"device_update": False}),
     # with little memory it is better used for updates than for kept stages
     "device_update": ({"tokens": 4096}, {"hardware": H200.replace(update_gb_s=20.0)}, 3, {}),
     # they cost parameters and states, no gradients
@@ -219,14 +216,13 @@ PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] =
 
 @pytest.mark.parametrize("what", PAYS)
 def test_memory_goes_where_it_pays(what: str) -> None:
-    """To slots for a slow link, device updates for a slow host, residents in the backward."""
+    """To device updates for a slow host, residents in the backward."""
     how, changes, factor, others = PAYS[what]
     tower = replace(problem(0, **how), **changes)
     tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
     tower = replace(tower, budget_bytes=int(factor * tower.floor_bytes()))
     given = {"resident": what == "resident", **others}
-    without = {"more_slots": "slots"}.get(what, what)
-    found, fewer = search(tower, **given), search(tower, **{**given, without: False})
+    found, fewer = search(tower, **given), search(tower, **{**given, what: False})
     assert found is not None and fewer is not None
     chosen, others = (
         getattr(each.choice.places if what == "resident" else each.choice, what)
@@ -314,7 +310,6 @@ class Toy(Problem):
     def memory(self, choice: Choice) -> Any:
         mine = self.resident_bytes(choice.places.resident, gradients=self.gradients_stay)
         peak = COSTS["floor"] + mine + choice.keep * COSTS["saved"]
-        peak += choice.more_slots * COSTS["slot"]
         return SimpleNamespace(peak=SimpleNamespace(total_bytes=int(peak)))
 
     def peak_bytes(self, choice: Choice) -> int:
@@ -324,7 +319,7 @@ class Toy(Problem):
 
     def step_s(self, choice: Choice) -> float:
         streamed = len(self.buckets) - len(choice.places.resident)
-        copies = COSTS["copy_s"] * max(0, 2 * streamed - choice.more_slots)
+        copies = COSTS["copy_s"] * 2 * streamed
         computes = COSTS["compute_s"] * (4 * self.stages - choice.keep)
         host = COSTS["host_s"] * streamed * (1 - choice.device_update)
         return max(computes + 0.3 * choice.device_update * streamed, copies, host) + 0.1 * host
@@ -344,10 +339,10 @@ def test_toys_get_about_the_best_of_all_choices() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         COSTS.update({name: rng.uniform(0.1, 3) for name in ("copy_s", "compute_s", "host_s")})
-        COSTS.update(floor=size, saved=size * rng.uniform(0.05, 2), slot=size / 5)
+        COSTS.update(floor=size, saved=size * rng.uniform(0.05, 2))
         budget = int(size * rng.uniform(1, 20))
         toy = as_kind(Toy, replace(tower, budget_bytes=budget))
-        found = search(toy, slots=False)
+        found = search(toy)
         assert found is not None and found.peak_bytes <= budget
         keys = [bucket.key for bucket in toy.buckets]
         choices = (
@@ -358,24 +353,6 @@ def test_toys_get_about_the_best_of_all_choices() -> None:
         )
         best = min(toy.step_s(each) for each in choices if toy.peak_bytes(each) <= budget)
         assert found.step_s <= 1.05 * best, (seed, found.choice)
-
-
-class Slots(Toy):
-    """The first two slots save too little, the fourth enough."""
-
-    def step_s(self, choice: Choice) -> float:
-        return {0: 1.0, 1: 0.995, 2: 0.992, 4: 0.96, 8: 0.959, 16: 0.5}[choice.more_slots]
-
-    def memory(self, choice: Choice) -> Any:
-        return SimpleNamespace(peak=SimpleNamespace(total_bytes=choice.more_slots))
-
-
-@pytest.mark.parametrize(("budget", "slots"), [(8, 4), (3, 0), (0, 0)])
-def test_a_few_slots_may_pay_where_one_does_not(budget: int, slots: int) -> None:
-    tower = problem(0)
-    many = replace(tower, buckets=[tower.buckets[0]] * 40, budget_bytes=budget)
-    found = search(as_kind(Slots, many), resident=False, activations_fixed=True)
-    assert found is not None and found.choice.more_slots == slots
 
 
 # --- shapes alone

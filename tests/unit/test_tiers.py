@@ -115,37 +115,20 @@ def test_inputs_wait_on_the_host_where_the_device_is_too_small() -> None:
     assert search(replace(tight, host_budget_bytes=exact), resident=False) is not None
 
 
-def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> None:
-    """One stage if that is enough, then every other one, then longer rows, then nothing fits."""
+def test_every_other_stage_runs_again_where_the_host_has_too_little_for_their_outputs() -> None:
     tower = uneven_problem()
     tight = replace(tower, budget_bytes=tower.floor_bytes())
-    few, half = tight.fewest_offloaded(Choice(0)), tower.reruns(1)
-    assert few is not None
-    waiting = Choice(0, offload=few)
-    least = tower.host_bytes(waiting)
-
-    def found(host_bytes: int) -> Choice | None:
-        result = search(replace(tight, host_budget_bytes=host_bytes), resident=False)
-        if result is not None:
-            assert tower.host_bytes(result.choice) <= host_bytes
-            assert tower.memory(result.choice).peak.total_bytes <= tight.budget_bytes
-        return None if result is None else result.choice
-
-    one = found(least - 1)
-    assert one is not None and one.rerun == 1
-    most = tower.host_bytes(replace(waiting, rerun=half))
-    assert replace(tight, host_budget_bytes=most - 1).fewest_reruns(waiting) is None
-
-    def needed(again: int) -> int:
-        fewer = tight.fewest_offloaded(Choice(0, rerun=again))
-        assert fewer is not None
-        return tower.host_bytes(Choice(0, rerun=again, offload=fewer))
-
-    rows = {again: needed(again) for again in range(half, tower.stages)}
-    assert min(rows.values()) < rows[half]
-    long = found(min(rows.values()))
-    assert long is not None and long.rerun > half
-    assert found(min(rows.values()) - 1) is None
+    few, fewer = (tight.fewest_offloaded(Choice(0, rerun=again)) for again in (False, True))
+    assert few is not None and fewer is not None
+    least = tower.host_bytes(Choice(0, offload=few))
+    again = tower.host_bytes(Choice(0, offload=fewer, rerun=True))
+    assert again < least
+    for host_bytes in (least, least - 1, again):
+        found = search(replace(tight, host_budget_bytes=host_bytes), resident=False)
+        assert found is not None and found.choice.rerun >= (host_bytes < least)
+        assert tower.host_bytes(found.choice) <= host_bytes
+        assert tower.memory(found.choice).peak.total_bytes <= tight.budget_bytes
+    assert search(replace(tight, host_budget_bytes=again - 1), resident=False) is None
 
 
 # --- which states lie on the disk
@@ -294,7 +277,7 @@ def test_it_is_the_host_that_is_short() -> None:
         problem(), budget_bytes=problem().peak_bytes(Choice(0, offload=problem().stages))
     )
     sizes = []
-    for rerun in range(tower.stages):
+    for rerun in (False, True):
         choice = Choice(0, rerun=rerun)
         few = tower.fewest_offloaded(choice)
         if few is not None:

@@ -59,7 +59,7 @@ PLANS: dict[str, Callable[[], Schedule]] = {
     "ranks, adding": lambda: planned("0F 1F 2F", ranks=3, accumulate=True, inductor=True),
     "ranks, few slots": lambda: planned("0F 1F 2F 3F", ranks=3, lookahead=1),
     "replicas": lambda: planned("0F 1F 2F", ranks=2, replicas=2),
-    "rerunning": lambda: planned(LINE, rerun=2),
+    "rerunning": lambda: planned(LINE, rerun=True),
     "resident, updating": lambda: planned("0F 1F 2F", resident=frozenset({1}), update=True),
     "disk": lambda: planned(LINE, on_disk=frozenset(range(5))),
     "disk, updating": lambda: planned(LINE, on_disk=frozenset(range(5)), update=True),
