@@ -183,8 +183,6 @@ def test_what_is_said_of_masks() -> None:
                 "tokenwise pieces run in 2 tiles, in 3 of 4 stages; their weight gradients are "
                 "summed in float32",
                 "1 of 4 stages are not tiled: they have no tokenwise matrix product",
-                "2 recomputed stages run tile by tile as a whole, including any attention, like "
-                "micro-batches",
             ],
         ),
         (nn.LayerNorm(8), ["nothing is tiled: no matrix product is tokenwise"]),
