@@ -312,3 +312,31 @@ def test_ctrl_c_while_it_waits(disk: Memory) -> None:
     gate.set()
     request.wait()
     assert torch.equal(disk.contents(buffer), source)
+
+
+def test_a_place_that_the_disk_refused_is_used_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = disk_of(tmp_path).file
+    first = file.take(3 * PAGE)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patch, pytest.raises(DiskError, match="no space"):
+        patch.setattr(os, "posix_fallocate", full)
+        file.take(3 * PAGE)
+    assert file.take(3 * PAGE).at == first.at + 3 * PAGE, "the file has a gap"
+
+
+def test_free_ranges_of_other_sizes_are_given_up_for_a_saved_tensor(tmp_path: Path) -> None:
+    machine = inside.machine(
+        megacompile(torch.nn.Linear(2, 2), device="cpu", disk=tmp_path, disk_memory=64 * PAGE)
+    )
+    file, saved = machine.disk.file, machine.saved_disk
+    saved.give_back(saved.lend(32 * PAGE))
+    saved.forget()  # but its peak is known
+    saved.give_back(saved.lend(16 * PAGE))
+    assert saved.held_bytes == 16 * PAGE
+    file.take(64 * PAGE - file.used_bytes)
+    assert saved.lend(PAGE).size_bytes == PAGE

@@ -216,6 +216,10 @@ def test_parameters_go_where_states_are_not_enough() -> None:
         full = replace(tower, host_budget_bytes=GIB // 4, disk_budget_bytes=states + left)
         assert full.disk_bytes(full.settled(Choice(0))) <= states + left
         assert not full.fits_host(full.settled(Choice(0)))
+    all_stored = Choice(0, Places.of(on_disk=order))
+    for lacks in (0, 1):  # it may be filled to the byte
+        full = replace(tower, host_budget_bytes=None, disk_budget_bytes=states - lacks)
+        assert full.fits_host(all_stored) == (not lacks)
     two = Places.of(weights_on_disk=order[2:4])  # already there
     there = replace(small, here=two).settled(Choice(0)).places
     assert there.weights_on_disk == two.weights_on_disk
