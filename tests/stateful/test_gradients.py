@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacompile import explain
+from megacompile import explain, megacompile
 from tests import inside
 from tests.stateful.late import failing, may_fail
 from tests.zoo import Tower, assert_same, equal, twins
@@ -300,3 +300,43 @@ def test_a_gradient_is_the_memory_of_one_parameter_alone() -> None:
     assert all(map(equal, found[:3], found[3:]))
     assert torch.equal(tangent, torch.full((4, 16), 3.0))
     assert len({g.data_ptr() for g in found[3:]}) == 3
+
+
+@pytest.mark.parametrize("resident", [0, "all"])
+def test_a_closure_has_gradients_wherever_step_is_called(resident: Any) -> None:
+    plain, model = twins(Net(), resident=resident)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters())
+        x = torch.ones(2, 8)
+
+        def closure(each: Any = each, optimizer: Any = optimizer, x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = each(x).square().sum()
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            for _ in range(2):
+                assert optimizer.step(closure).requires_grad
+    assert all(map(equal, plain.parameters(), model.parameters()))
+
+
+def test_parameters_of_a_bucket_round_with_numbers_of_their_own() -> None:
+    torch.manual_seed(0)
+    ones = nn.ParameterList(torch.ones(512, dtype=torch.bfloat16) for _ in range(2))
+    model = megacompile(Summed(ones), device="cpu", stochastic_rounding=True, lowering="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model().backward()
+    optimizer.step()
+    a, b = (p.detach() for p in model.parameters())
+    assert a.unique().tolist() == b.unique().tolist() and len(a.unique()) == 2
+    assert not torch.equal(a, b)
+
+
+class Summed(nn.Module):
+    def __init__(self, given: nn.ParameterList) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.float().sum() for p in self.given]).sum()
