@@ -69,8 +69,6 @@ _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2
 
 
 class Way(enum.Enum):
-    """The direction of a request."""
-
     READ = "read"
     WRITE = "write"
 
@@ -183,7 +181,6 @@ class Disk:
             )
 
     def round_up(self, size_bytes: int) -> int:
-        """The allocated size for this many bytes."""
         return max(-(-size_bytes // self.alignment), 1) * self.alignment
 
     def take(self, size_bytes: int) -> Place:
@@ -234,7 +231,6 @@ class Disk:
         )
 
     def _find(self, size: int) -> Place:
-        """A place that was given back, or one at the end of the file."""
         with contextlib.suppress(KeyError, IndexError):
             return self._free[size].popleft()
         at = self._end  # no call between these two lines, so threads do not switch there
@@ -293,20 +289,15 @@ _Chunk = tuple[FileSpan, int, int]  # offset in the span, bytes
 
 
 class Request(Completion):
-    """A read or write by threads; it references no memory once complete.
-
-    Args:
-        what: names the request in errors: "3READ_STATE of 'layers.3'".
-        before: called by each thread before its chunks; waits for earlier work. If it raises, the
-            request fails.
-    """
+    """A read or write by threads; it references no memory once complete."""
 
     def __init__(
         self,
         disk: Disk,
         way: Way,
         spans: Sequence[FileSpan],
-        what: str,
+        what: str,  # its name in errors: "3READ_STATE of 'layers.3'"
+        # called by each thread before its chunks; waits for earlier work. If it raises, all fails
         before: Callable[[], None],
     ) -> None:
         self._over: Future[None] = Future()
@@ -379,7 +370,6 @@ class Request(Completion):
         self._over.result()
 
     def finish(self) -> None:
-        """Wait until it has completed or failed."""
         while not self._over.done():
             try:
                 self._over.exception(timeout=_PATIENCE_S)

@@ -364,5 +364,4 @@ class Contents:
 
 
 def on_meta(model: nn.Module) -> bool:
-    """True if any parameter or buffer of a model is on meta."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -53,8 +53,6 @@ _OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")  # a zip file; a pickle be
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a checkpoint."""
-
     name: str
     path: Path
     dtype: torch.dtype

@@ -35,13 +35,11 @@ def pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """True if a module is a `PreTrainedModel`."""
     needed = ("_init_weights", "initialize_weights", "tie_weights", "config")
     return all(hasattr(module, name) for name in needed)
 
 
 def tie(model: nn.Module) -> None:
-    """Tie weights as configured: moving a model to meta unties them."""
     for _, module in pretrained(model):
         module.tie_weights()
 

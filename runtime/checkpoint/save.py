@@ -220,7 +220,6 @@ class _Saving:
 
 
 def _clear(path: Path) -> None:
-    """Remove the files of an interrupted save."""
     shutil.rmtree(path / _CONFIGS, ignore_errors=True)
     for left in path.glob("*" + INCOMPLETE):
         left.unlink()

@@ -67,12 +67,8 @@ class Wait:
         self._beats: dict[tuple[int, int], float] = {}  # rank, beat -> seen since
 
     def look(self, where: str, here: tuple[int, int], *, failed: bool = False) -> None:
-        """Raise a RankError with the rank and the reason if a rank will not arrive.
-
-        Args:
-            where: the op in which this rank waits, or which has `failed`.
-            here: this rank's position: its graph, and its collective in that.
-        """
+        """Raise a RankError with the rank and the reason if a rank will not arrive. `where` is the
+        op in which this rank waits, or which has `failed`; `here` its graph and collective."""
         self.look_for_reports(where)
         now_s, store = time.monotonic(), self._store
         if now_s - self._looked_s > _GAP_S:  # this process was stopped, maybe all of them
@@ -102,7 +98,6 @@ class Wait:
             self._blame(rank, f"has not arrived in {waited_s:.0f} s: it is {at}", where)
 
     def look_for_reports(self, where: str) -> None:
-        """Raise if a rank says that it has stopped."""
         if self._store.check(["fault"]):
             by, why = json.loads(self._store.get("fault"))
             if by < 0:  # ranks disagree: the text is complete
@@ -119,26 +114,17 @@ class Wait:
 
 
 class Agreement:
-    """This rank among the ranks that share models.
-
-    Args:
-        ranks: the global numbers of the ranks.
-        rank: the number of this rank.
-        store: creates a client of the process group's store.
-        limit_s: how long to wait for a rank that is alive.
-        meets: True: ranks wait for one another before each graph. False: a thread watches them.
-        abort: aborts the collectives in flight.
-    """
+    """This rank among the ranks that share models."""
 
     def __init__(
         self,
-        ranks: tuple[int, ...],
-        rank: int,
-        store: Callable[[], Any],
-        limit_s: float,
+        ranks: tuple[int, ...],  # their global numbers
+        rank: int,  # the number of this one
+        store: Callable[[], Any],  # creates a client of the process group's store
+        limit_s: float,  # how long to wait for a rank that is alive
         *,
-        meets: bool,
-        abort: Callable[[], None] = lambda: None,
+        meets: bool,  # ranks wait for one another before each graph; else a thread watches them
+        abort: Callable[[], None] = lambda: None,  # aborts the collectives in flight
     ) -> None:
         self.ranks, self.rank, self.meets = ranks, rank, meets
         self.steps = 0  # optimizer steps so far
@@ -231,7 +217,6 @@ class Agreement:
         return key
 
     def _meet(self, key: str) -> None:
-        """Wait until all ranks have arrived."""
         if self._store.add(f"{key}/here", 1) == len(self.ranks):
             self._store.set(f"{key}/all", "")
             return
@@ -275,7 +260,6 @@ class Agreement:
 
     @property
     def _op(self) -> str:
-        """The op that this rank is in."""
         _, entered, at = self._position
         return at if self._now is None else self._now.at(max(0, entered - 1))
 

@@ -45,7 +45,6 @@ class WeakIdSet(Generic[T]):
         self._of: dict[int, weakref.ref[T]] = {}  # by id
 
     def add(self, one: T) -> None:
-        """Add an object."""
         of, key = self._of, id(one)
 
         def gone(reference: weakref.ref[T]) -> None:
@@ -55,7 +54,6 @@ class WeakIdSet(Generic[T]):
         of[key] = weakref.ref(one, gone)
 
     def discard(self, one: T) -> None:
-        """Remove an object, if present."""
         self._of.pop(id(one), None)
 
     def __len__(self) -> int:
@@ -161,12 +159,8 @@ def is_over() -> bool:
 
 
 class Background:
-    """One thread that runs jobs in order. It ends with the last reference to this object.
-
-    Args:
-        name: the thread's name.
-        cores: the cores for the thread and the threads that it starts; empty: any.
-    """
+    """One thread that runs jobs in order. It ends with the last reference to this object. `cores` are
+    for it and the threads that it starts; empty: any."""
 
     def __init__(self, name: str, cores: Collection[int] = ()) -> None:
         self.name, self.cores = name, cores
@@ -184,7 +178,6 @@ class Background:
         self._queue.serve()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Enqueue a job after the earlier jobs and wait; returns its result or raises its error."""
         future: Future[T] = Future()
         self.submit(functools.partial(fulfil, future, work))
         return future.result()
@@ -224,7 +217,6 @@ class _Queue:
         self.drain()
 
     def drain(self) -> None:
-        """Run all queued jobs in this thread."""
         with self.turn:
             while not self.work.empty():
                 work = self.work.get()

@@ -50,9 +50,8 @@ class HostBuffer(mmap.mmap):
     """Anonymous memory, page-locked for a CUDA device if possible (`locked`). It is unlocked and
     unmapped when the last tensor on it is freed.
 
-    Args:
-        touch: page-lock it at once. Otherwise the caller fills it and then calls `lock`.
-        node: the NUMA node near the device that it is page-locked for; None: any.
+    Unless `touch`, it is not page-locked at once: the caller fills it and then calls `lock`. `node`
+    is the NUMA node near the device that it is page-locked for; None: any.
     """
 
     _address: int = 0  # if page-locking was requested
@@ -219,15 +218,11 @@ class DeviceBuffer:
 
 
 class HostBudget:
-    """Allocates a model's host buffers, in any thread, and keeps their total within a limit.
-
-    Args:
-        limit_bytes: limit of all live buffers together; None: the machine's memory.
-        node: the NUMA node near the device that copies from and to them; None: any.
-    """
+    """Allocates a model's host buffers, in any thread, and keeps their total within a limit."""
 
     def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
-        self.limit_bytes, self.node = limit_bytes, node
+        self.limit_bytes = limit_bytes  # of all live buffers together; None: the machine's memory
+        self.node = node  # the NUMA node near the device that copies from and to them; None: any
         self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
         self._buffers: WeakIdSet[HostBuffer] = WeakIdSet()
         self._next = itertools.count()
@@ -236,19 +231,14 @@ class HostBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all live buffers."""
         return sum(list(self._sizes.values()))
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of the live page-locked buffers."""
         return sum(len(buffer) for buffer in self._buffers if buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
-        """Return a new buffer, or one allocated in advance.
-
-        Args:
-            what: names the purpose of the buffer in errors.
+        """Return a new buffer, or one allocated in advance; `what` names its purpose in errors.
 
         Raises:
             HostMemoryError: too little memory, or the limit is reached. Without this check the

@@ -74,13 +74,11 @@ class Reused(Generic[M]):
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes in use."""
         self._collect()
         return self._lent_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all pieces, lent or not."""
         return self.lent_bytes + sum(piece.size_bytes for piece in self._free)
 
     def lend(self, size_bytes: int) -> M:
@@ -104,7 +102,6 @@ class Reused(Generic[M]):
         self._returned.append(piece)
 
     def forget(self) -> None:
-        """Free all pieces that are not lent."""
         self._collect()
         while self._free:
             self._drop(self._free.pop(0))
@@ -117,13 +114,8 @@ class Reused(Generic[M]):
 
 
 class Lease(Completion):
-    """A buffer that is or will be lent to one use; complete once the buffer is filled.
-
-    Args:
-        pool: takes the buffer back.
-        size_bytes: the requested size; the buffer may be larger.
-        after: work that must complete before a read into the buffer starts.
-    """
+    """A buffer that is or will be lent to one use; complete once the buffer is filled. It may be
+    larger than requested. A read into it starts once the work `after` is complete."""
 
     buffer: Buffer | None = None  # while it is lent
     ready: Completion = OVER  # a device copy, a disk read, or only the buffer itself
@@ -268,18 +260,15 @@ class OnHost(Lease):
         return self.copy_to(empty(self.meta), queue)
 
     def _memory(self) -> torch.Tensor:
-        """The host copy, shaped like `_elements`."""
         flat = self.bytes().view(self.meta.dtype)
         return flat if _extent(self.meta) is not None else flat.view(self.meta.shape)
 
 
 def empty(meta: TensorMeta) -> torch.Tensor:
-    """Allocate memory for such a tensor on its device."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
 
 def stored_bytes(meta: TensorMeta) -> int:
-    """Bytes of a tensor's host copy."""
     extent = _extent(meta)
     return (math.prod(meta.shape) if extent is None else extent) * meta.dtype.itemsize
 

@@ -70,7 +70,6 @@ class Ranks:
 
     @property
     def group(self) -> Any:
-        """The process group of the shard dimension."""
         return _alive(self.groups[-1])
 
     @property
@@ -94,11 +93,7 @@ class Ranks:
         )
 
     def gather(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """All-gather a bucket in place.
-
-        Args:
-            whole: (bucket.size_bytes,) uint8, with this rank's parts already in place.
-        """
+        """All-gather a bucket in place: (bucket.size_bytes,) uint8, with this rank's parts."""
         group = self.group
         with self.agreement.collective(), compat.coalesced(group, self.device):
             for param in bucket.params:
@@ -179,7 +174,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True if this is the first of all ranks."""
         return self.mesh.get_rank() == global_ranks(self.mesh)[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -324,7 +318,6 @@ def _abort_at_once(groups: Sequence[Any]) -> None:
 
 
 def _collectives(graph: str, ops: Sequence[str]) -> Collectives:
-    """Collectives outside of schedules."""
     digest = hashlib.sha256("\n".join((graph, *ops)).encode()).hexdigest()[:32]
     return Collectives(graph, tuple(ops), digest)
 

@@ -56,15 +56,9 @@ class CudaGraphs:
         self, code: Code, inputs: list[torch.Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[torch.Tensor | None]]:
         """Capture the kernels that `code` launches for these inputs. Returns a function that
-        replays them, and the results, which are undefined until it is called.
-
-        Args:
-            leaves: the results are still read after other graphs have been launched.
-
-        Raises:
-            RuntimeError: the code does something that cannot be captured, such as waiting for the
-                device.
-        """
+        replays them, and the results, which are undefined until it is called. With `leaves`, they
+        are still read after other graphs have been launched. Raises RuntimeError: the code does
+        something that cannot be captured, such as waiting for the device."""
         if self._side is None:  # the default stream cannot be captured
             self._side = torch.cuda.Stream(self._device)
         pool = self._pool
@@ -112,26 +106,17 @@ class CudaGraphs:
 
 
 class Replay:
-    """Runs one piece of code, from a CUDA graph where possible; see [Note: memory of a graph].
-
-    Args:
-        graphs: the device that captures.
-        replays: all replays of the model; this one is added.
-        most: the maximum number of replays that have a graph at the same time.
-        in_place: positions of the inputs that stay at one address.
-        given_away: positions of the results that leave the schedule.
-        leaves: results are still read after other code has run.
-    """
+    """Runs one piece of code, from a CUDA graph where possible; see [Note: memory of a graph]."""
 
     def __init__(
         self,
         graphs: CudaGraphs,
-        replays: weakref.WeakSet[Replay],
-        most: int,
+        replays: weakref.WeakSet[Replay],  # all of the model; this one is added
+        most: int,  # the number of replays that may have a graph at the same time
         *,
-        in_place: Collection[int],
-        given_away: Collection[int],
-        leaves: bool,
+        in_place: Collection[int],  # positions of the inputs that stay at one address
+        given_away: Collection[int],  # positions of the results that leave the schedule
+        leaves: bool,  # results are still read after other code has run
     ) -> None:
         self._graphs, self._replays, self._most = graphs, replays, most
         replays.add(self)

@@ -100,11 +100,8 @@ class Streams:
     def hand(
         self, stream: Stream, waits: Iterable[Handle], begin: Callable[[], tuple[Any, Completion]]
     ) -> Handle:
-        """Start work on host threads, which wait for the events of `waits` themselves.
-
-        Args:
-            begin: starts the work; returns its value and its completion.
-        """
+        """Start work on host threads, which wait for the events of `waits` themselves. `begin`
+        starts it, and returns its value and its completion."""
         for handle in waits:
             if handle.deferred:
                 self._catch_up(handle)
@@ -166,12 +163,10 @@ class Streams:
 
 
 def _busy(waits: Iterable[Handle]) -> bool:
-    """True if host threads still do that work."""
     return any(handle.host is not None and not handle.host.done() for handle in waits)
 
 
 def wait_for_host(waits: Iterable[Handle]) -> None:
-    """Wait for the host threads."""
     for handle in waits:
         if handle.host is not None:
             handle.host.wait()
@@ -216,11 +211,8 @@ class DeviceSlots:
 
     def keeps(self, slots: Sequence[Slot]) -> bool:
         """True if `require` would replace no buffer, so that their contents stay."""
-        for slot in slots:
-            if slot.index < len(self.buffers):
-                if self.buffers[slot.index].numel() < slot.size_bytes:
-                    return False
-        return True
+        sizes = [buffer.numel() for buffer in self.buffers]
+        return all(slot.size_bytes <= sizes[slot.index] for slot in slots[: len(sizes)])
 
     def require(self, slots: Sequence[Slot]) -> None:
         """Allocate `slots` as needed. Buffers that must grow are replaced, on the compute stream.

@@ -34,7 +34,6 @@ def random_state(device: torch.device) -> Random:
 
 
 def set_random_state(device: torch.device, state: Random) -> None:
-    """Restore a state returned by `random_state`."""
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
@@ -278,7 +277,6 @@ class UpdateOps(OpGroup):
         states, weights = staging.states.of(host), staging.updates.of(host)
 
         def written(made: InFlight) -> InFlight:
-            """Build an update whose results are then written to a disk."""
             work, name = made, host.layout.name
             if weights is not None:
                 what = f"{bucket.label}WRITE_WEIGHTS of {name!r}"

@@ -218,7 +218,9 @@ class Executor:
         machine.streams.alone = self._alone[name]
         for key, token in self._inputs[name]:
             if token is None:
-                taken.append(_handle(inputs.pop(key)))  # no local name, which would keep a value
+                taken.append(inputs.pop(key))  # no local name, which would keep a value
+                if type(taken[-1]) is not Handle:
+                    taken[-1] = Handle(taken[-1], Stream.COMPUTE)
             else:
                 pending = machine.buckets[token.bucket.key].pending
                 taken.append(pending.last_write(token.part))
@@ -237,7 +239,6 @@ class Executor:
 
 
 def _read(graph: fx.Graph) -> Iterator[ParamId]:
-    """The parameters that a backward's code reads."""
     for call in ops.nodes_of(graph, ops.recompute, ops.rerun, ops.backward):
         stage = ops.arguments(call)[0]
         primals: Sequence[int] = range(len(stage.primals))
@@ -251,7 +252,6 @@ def _read(graph: fx.Graph) -> Iterator[ParamId]:
 
 
 def _filled(graph: fx.Graph) -> list[int]:
-    """The slots that a graph copies buckets into."""
     fills = ops.nodes_that(graph, lambda op: op.fills_slot)
     slots = [ops.arguments(node)[ops.effects(node).slot] for node in fills]  # type: ignore[index]
     return sorted({slot.index for slot in slots})
@@ -281,10 +281,6 @@ def _alone(outputs: Sequence[Any]) -> list[Any]:
     }
     users = Counter(memory.values())
     return [v.detach() if users[memory.get(id(v), -1)] == 1 else v for v in outputs]
-
-
-def _handle(value: Any) -> Handle:
-    return value if type(value) is Handle else Handle(value, Stream.COMPUTE)
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:

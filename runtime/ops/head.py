@@ -85,8 +85,6 @@ def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A chunk of rows."""
-
     logits: Tensor  # (rows, C)
     target: Tensor  # (rows,) int64, 0 where ignored
     class_weight: Tensor | None  # (C,) in `sum_dtype`

@@ -62,7 +62,6 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(*names: str) -> tuple[Option, ...]:
-    """Options with numeric values."""
     return tuple(Option(name, is_number, "a number") for name in names)
 
 
@@ -88,7 +87,6 @@ class KnownOptimizer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its classes, for errors."""
         kinds = (kind if isinstance(kind, str) else kind.__name__ for kind in self.types)
         return tuple(kind.rpartition(".")[2] for kind in kinds)
 
@@ -149,7 +147,6 @@ class OptimizerRule(KnownOptimizer):
     kernel: Callable[..., Any]
 
     def signed(self, name: str) -> bool:
-        """True if a state can have negative values."""
         return all(moment.signed for moment in self.moments if moment.name == name)
 
     def hyper(
@@ -213,7 +210,6 @@ class Update(NamedTuple):
         return self.map(part)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """All tensors, with the names of `map`."""
         named = []
 
         def note(name: str, tensor: Tensor) -> Tensor:
@@ -262,8 +258,6 @@ class Signature(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel."""
-
     signature: Signature
     blocks: Tensor  # (programs, 2) int32
     packed: Tensor  # the table and the scalars on the host, both aligned to 16 bytes: int64

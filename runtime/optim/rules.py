@@ -90,7 +90,6 @@ def _adam(
 
 
 def adam_kernel(p, g, states, h):
-    """The twin in Triton."""
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     g = tl.where(l2 != 0, g + l2 * p, g)
     p = p * decay
@@ -170,7 +169,6 @@ def _sgd(
 
 
 def sgd_kernel(p, g, states, h):
-    """The twin in Triton."""
     l2, negative_lr, momentum, one_minus_dampening, first, nesterov = h
     g = tl.where(l2 != 0, g + l2 * p, g)
     direction = g
@@ -212,7 +210,6 @@ def _lion(
 
 
 def lion_kernel(p, g, states, h):
-    """The twin in Triton."""
     decay, negative_lr, beta1, one_minus_beta1, beta2, one_minus_beta2 = h
     m = states[0]
     update = m * beta1 + one_minus_beta1 * g
@@ -273,7 +270,6 @@ def known(kind: type[Optimizer]) -> KnownOptimizer | None:
 
 
 def rule_of(optimizer: Optimizer) -> OptimizerRule | None:
-    """The rule of an optimizer, if it has one."""
     entry = known(type(optimizer))
     return entry if isinstance(entry, OptimizerRule) else None
 

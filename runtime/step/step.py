@@ -250,7 +250,7 @@ class Updates:
         for reference in self.machine.trained:
             executor = reference()
             ops = {} if executor is None else executor.updates
-            mine = {k: part for k, part in waiting.items() if ops.get(k) is part.op}
+            mine = {k: part for k, part in waiting.items() if ops.get(k) is part.place.op}
             if executor is not None and mine:
                 chosen.append((executor, mine))
                 waiting = {k: part for k, part in waiting.items() if k not in mine}

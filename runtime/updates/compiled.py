@@ -90,7 +90,6 @@ class Compiled:
         code(*arguments(update))
 
     def wait(self) -> None:
-        """Wait until all compilation has finished."""
         for _, process in list(self._in_process.values()):
             process.wait()
 
@@ -191,7 +190,6 @@ def options_now() -> dict[str, Any]:
 
 
 def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any]) -> Code:
-    """Compile updates of this kind, without Dynamo's frame caches."""
     with torch.no_grad():
         typical = arguments(_like(update, _TYPICAL))
         return compat.compiled_function(function_of(rule), typical, {}, options)
@@ -237,7 +235,6 @@ class CompileRequest:
 
 @functools.cache
 def _sources() -> str:
-    """A hash of the twins' source text."""
     (folder,) = optim.__path__
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.py")):
@@ -246,7 +243,6 @@ def _sources() -> str:
 
 
 def main(request: bytes) -> None:
-    """Entry point of the process."""
     end_with_the_pipe()
     try:
         pickle.loads(request).carry_out()

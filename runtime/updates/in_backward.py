@@ -216,7 +216,6 @@ class InBackward:
     def offload(
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> InFlight | None:
-        """Copy new parameters and states to the host."""
         lease = None if self.staging is None else self.staging.take(host)
         shown = self.visible(host)
         if any(map(host.aliased, buffers)) or any_shared(shown):
@@ -228,7 +227,6 @@ class InBackward:
             self._note_made(host, buffers)
 
     def update_in_place(self, host: HostBucket, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Update a resident bucket."""
         steps = self.running[host.layout.key]
         try:
             with torch.no_grad():
@@ -245,7 +243,6 @@ class InBackward:
         self._made |= {(key, i): Left.of(host.params[i], [self.optimizer]) for i in updated}
 
     def visible(self, host: HostBucket) -> list[torch.Tensor]:
-        """The user-visible states of the updated parameters."""
         states = (self.optimizer.state[host.params[i]] for i in self.running[host.layout.key])
         return visible_on_disk(host) or [v for state in states for v in visible(state)]
 

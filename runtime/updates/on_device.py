@@ -164,7 +164,6 @@ def write_back(
 
 
 def params_back(host: HostBucket, buffers: UpdateBuffers, place: Place | None = None) -> Pairs:
-    """New parameters on the device and their destinations."""
     for i, buffer in buffers.items():
         yield buffer.value, flat(host.values[i] if place is None else place(host.values[i]))
         if host.has_copy:
@@ -247,8 +246,6 @@ class UpdateOffer:
 
 @dataclass(frozen=True, slots=True)
 class _Learned:
-    """An optimizer's states for a bucket."""
-
     sources: Sources
     visible: tuple[torch.Tensor, ...]  # the user-visible states
     owner: ref[Optimizer]
@@ -307,7 +304,6 @@ class DeviceUpdates:
                 host.pending.wait()
 
     def forget(self) -> None:
-        """Forget all known states, when the buckets are dropped."""
         self._learned.clear()
 
     def _of(self, host: HostBucket) -> _Learned | None:

@@ -159,14 +159,9 @@ def _check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) 
 
 def rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, well: set[object]) -> None:
     """Run torch.optim's own step on small stand-in tensors before a prepared update that uses it.
-
-    Args:
-        well: keys of rehearsals that succeeded, which are not repeated: the class, the options, and
-            metadata of a parameter, its gradient and its states.
-
-    Raises:
-        OptimizerError: the step raised; includes its error.
-    """
+    `well` has the keys of those that succeeded, which are not repeated: the class, the options, and
+    metadata of a parameter, its gradient and its states. Raises OptimizerError: includes the step's
+    error."""
     if update.backend.by_rule:
         return
     kinds: dict[tuple[int, tuple[object, ...]], ParamUpdate] = {}

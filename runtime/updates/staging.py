@@ -65,7 +65,6 @@ class BucketLease(Lease):
         return self.bytes()[self._offsets[i] : self._offsets[i + 1]]
 
     def spans(self) -> list[FileSpan]:
-        """The disk ranges with their memory."""
         return [place.span(functools.partial(self.place, i)) for i, place in enumerate(self.places)]
 
     def wait(self) -> None:
@@ -81,7 +80,6 @@ class BucketLease(Lease):
             raise self.cut_off()
 
     def cut_off(self) -> OptimizerError:
-        """The error for waiters of a cancelled lease."""
         name = self.host.layout.name
         return OptimizerError(f"the run that read {name!r} from a disk has failed")
 
@@ -277,13 +275,8 @@ class Staging:
     def read(
         self, host: HostBucket, params: Iterable[int] | None, after: Sequence[Handle], what: str
     ) -> BucketLease:
-        """Read a bucket into memory.
-
-        Args:
-            params: of a host update; None: all, for a prefetch.
-            after: the handles that the read waits for.
-            what: names the request in errors.
-        """
+        """Read a bucket into memory: the parameters of a host update, or all, for a prefetch. The
+        read waits for the handles in `after`; `what` names it in errors."""
         place, unit = place_of(host), self.disk.alignment
         parts: Parts = [(0, len(place))]
         if params is not None:
@@ -309,20 +302,13 @@ class Staging:
     def write(
         self,
         lease: BucketLease,
-        params: Iterable[int] | None,
-        what: str,
-        first: InFlight | None,
-        before: Callable[[], None],
+        params: Iterable[int] | None,  # the trained ones: [Note: parts of a bucket]. None: states
+        what: str,  # the request's name in errors
+        first: InFlight | None,  # the work that computes the new values
+        before: Callable[[], None],  # waits for that work
     ) -> InFlight:
         """Write new states or parameters to the disk. Returns the work in flight; the caller starts
-        its request.
-
-        Args:
-            params: the trained ones; see [Note: parts of a bucket]. None: states.
-            what: names the request in errors.
-            first: the work that computes the new values.
-            before: waits for that work.
-        """
+        its request."""
         if params is None:
             pool, spans = self.states, lease.spans()
             torn = (
@@ -357,7 +343,6 @@ class Staging:
 
 
 def place_of(host: HostBucket) -> DiskBuffer:
-    """The disk buffer of a bucket's parameters."""
     assert host.on_disk is not None, "the bucket is in host memory"
     return host.on_disk
 

@@ -212,11 +212,6 @@ class BucketUpdate:
         return rule
 
     @property
-    def op(self) -> Callable[..., Any] | None:
-        """The op of an update graph that runs it."""
-        return self.place.op
-
-    @property
     def said(self) -> str:
         """The user-visible name of the backend, or of the place if it is the device."""
         return self.backend.said if self.place is UpdatePlace.HOST else self.place.said
@@ -229,7 +224,6 @@ class BucketUpdate:
 
     @property
     def numel(self) -> int:
-        """The number of updated elements."""
         return sum(self.bucket.layout.params[step.index].numel for step in self.steps)
 
     def first_steps(self) -> list[ParamUpdate]:
@@ -386,7 +380,6 @@ Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): runs work and
 
 
 def untimed(lane: str, work: Callable[[], None]) -> None:
-    """Run work without recording its times."""
     del lane
     work()
 

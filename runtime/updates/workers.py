@@ -55,8 +55,6 @@ _LEAST_BYTES = 2**20  # enough for `_STEP` elements of any dtypes
 
 
 class ChunkStreams:
-    """Streams for chunks, separate from the schedules' streams."""
-
     def __init__(self, device: torch.device) -> None:
         self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
 
@@ -143,7 +141,6 @@ def _bytes_of(update: Update, numel: int) -> int:
 
 
 def _placed(part: Update, buffer: torch.Tensor) -> Update:
-    """Views of a buffer shaped like these tensors."""
     sizes = [_rounded(tensor.nbytes) for _, tensor in part.tensors()]
     spans = iter(buffer[: sum(sizes)].split(sizes))
     return part.map(lambda _, tensor: next(spans)[: tensor.nbytes].view(tensor.dtype))
@@ -158,8 +155,6 @@ def _rounded(size_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A queued update."""
-
     update: BucketUpdate
     await_gradients: Callable[[], None] = lambda: None
     timed: Timed = untimed
@@ -200,7 +195,6 @@ class Pace:
         return None if each is None else each * update.numel
 
     def learn(self, update: BucketUpdate, seconds: float) -> None:
-        """Record a duration."""
         each = self._last[update.backend] = seconds / max(1, update.numel)
         self._best[update.backend] = min(each, self._best.get(update.backend, each))
         self._learned = True
@@ -219,14 +213,10 @@ class Workers:
     its update, which continues after `optimizer.step()` returns.
 
     Needs no lock (see `background`): removing a job from the deque claims it.
-
-    Args:
-        device: the helping device.
-        cores: the cores for host updates; empty: any.
     """
 
     def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
-        self.device = device
+        self.device = device  # that helps
         self.patience_s = 0.1  # for a device that is about to help
         self.make_streams: Callable[[torch.device], ChunkStreams] = ChunkStreams
         self.make_chunks: Callable[[ChunkStreams, Sequence[Update]], Chunks] = Chunks
@@ -242,19 +232,12 @@ class Workers:
     def start(
         self,
         update: BucketUpdate,
-        after: Sequence[torch.cuda.Event],
+        after: Sequence[torch.cuda.Event],  # of gradients in flight to the host
         recording: Recording | None,
+        # adds the writes to a disk to the work in flight; None: there are none
         written: Callable[[InFlight], InFlight] | None = None,
-        staged: Sequence[BucketLease] = (),
+        staged: Sequence[BucketLease] = (),  # of states and parameters from a disk
     ) -> InFlight:
-        """Enqueue a prepared update.
-
-        Args:
-            after: work that must complete first: gradients in flight to the host.
-            recording: records the run, if it is traced.
-            written: adds the writes to a disk to the work in flight; None: there are none.
-            staged: leases of states and parameters from a disk.
-        """
         bucket = update.bucket
         job = Job(update, functools.partial(_await, after, update, staged))
         flying = InFlight(future=job.future)
@@ -275,7 +258,6 @@ class Workers:
         return flying
 
     def submit(self, job: Job) -> None:
-        """Enqueue a job."""
         self._waiting.append(job)
         self._host.submit(self._by_host)
 
