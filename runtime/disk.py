@@ -370,6 +370,7 @@ class Request(Completion):
         self._over.result()
 
     def finish(self) -> None:
+        """Wait until it has completed or failed."""
         while not self._over.done():
             try:
                 self._over.exception(timeout=_PATIENCE_S)

@@ -189,12 +189,8 @@ def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 class Contents:
-    """The initial values of one model.
-
-    Args:
-        model: the user's model. Before `fill` it changes only by tying the weights that its config
-            ties.
-        checkpoint: None: initialise tensors on meta.
+    """The initial values of one model: a checkpoint's, or else those of its initialisation. Before
+    `fill` the model changes only by tying the weights that its config ties.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or does not fit the model.

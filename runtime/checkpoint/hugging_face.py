@@ -40,6 +40,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def tie(model: nn.Module) -> None:
+    """Tie weights as configured: moving a model to meta unties them."""
     for _, module in pretrained(model):
         module.tie_weights()
 

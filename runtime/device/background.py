@@ -159,8 +159,8 @@ def is_over() -> bool:
 
 
 class Background:
-    """One thread that runs jobs in order. It ends with the last reference to this object. `cores` are
-    for it and the threads that it starts; empty: any."""
+    """One thread that runs jobs in order. It ends with the last reference to this object.
+    `cores` are for it and the threads that it starts; empty: any."""
 
     def __init__(self, name: str, cores: Collection[int] = ()) -> None:
         self.name, self.cores = name, cores

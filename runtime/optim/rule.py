@@ -67,22 +67,14 @@ def numbers(*names: str) -> tuple[Option, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownOptimizer:
-    """An optimizer that can update streamed parameters.
+    """An optimizer that can update streamed parameters."""
 
-    Attributes:
-        types: its exact classes; subclasses do not count, because they may do anything. A class of
-            another package is given by its dotted name, such as "package.module.Class".
-        counts: True if it keeps a "step" in the state of each parameter.
-        moments: its states. Optional ones come last, so the existing states are the first ones.
-        options: the required options of a parameter group.
-        unsupported_reason: returns the reason why an optimizer must run its own step on the host,
-            as a clause, or "".
-    """
-
+    # its exact classes: subclasses may do anything; "package.module.Class" of another package
     types: tuple[type[Optimizer] | str, ...]
-    counts: bool
-    moments: tuple[Moment, ...] = ()
-    options: tuple[Option, ...] = ()
+    counts: bool  # True if it keeps a "step" in the state of each parameter
+    moments: tuple[Moment, ...] = ()  # its states; optional ones are last: existing ones are first
+    options: tuple[Option, ...] = ()  # that a parameter group must have
+    # returns the reason why an optimizer must run its own step on the host, as a clause, or ""
     unsupported_reason: Callable[[Optimizer], str] = lambda optimizer: ""
 
     @property
@@ -115,13 +107,9 @@ class KnownOptimizer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnStep(KnownOptimizer):
-    """An optimizer whose own step runs on the device, a parameter at a time.
+    """An optimizer whose own step runs on the device, a parameter at a time."""
 
-    Attributes:
-        takes_dtensors: True if torch.optim's step is correct for sharded parameters.
-    """
-
-    takes_dtensors: bool
+    takes_dtensors: bool  # True if torch.optim's step is correct for sharded parameters
 
     def has_states(self, group: Group) -> bool:
         del group
@@ -130,20 +118,15 @@ class OwnStep(KnownOptimizer):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizerRule(KnownOptimizer):
-    """An optimizer whose update is elementwise; see the module.
+    """An optimizer whose update is elementwise; see the module."""
 
-    Attributes:
-        name: the kernel's name.
-        scalars: (group, step, first) -> numbers. `step` counts from 1 (the state's "step"); `first`
-            is True if a state has no value yet.
-        twin: see `Twin`.
-        kernel: the twin in Triton, with the same arguments. It is not decorated, and `tl` is bound
-            later, because triton is imported for the first update on a GPU.
-    """
-
-    name: str
+    name: str  # the kernel's
+    # (group, step, first) -> numbers. `step` counts from 1 (the state's "step"); `first` is True if
+    # a state has no value yet
     scalars: Callable[[Group, float, bool], Sequence[float]]
     twin: Twin
+    # The twin in Triton, with the same arguments. It is not decorated, and `tl` is bound later,
+    # because triton is imported for the first update on a GPU.
     kernel: Callable[..., Any]
 
     def signed(self, name: str) -> bool:
