@@ -42,16 +42,10 @@ class WeakIdSet(Generic[T]):
     another thread adds to it. Models and buffers are created in several threads."""
 
     def __init__(self) -> None:
-        self._of: dict[int, weakref.ref[T]] = {}  # by id
+        self._of: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()  # by id
 
     def add(self, one: T) -> None:
-        of, key = self._of, id(one)
-
-        def gone(reference: weakref.ref[T]) -> None:
-            if of.get(key) is reference:
-                of.pop(key, None)
-
-        of[key] = weakref.ref(one, gone)
+        self._of[id(one)] = one
 
     def discard(self, one: T) -> None:
         self._of.pop(id(one), None)
@@ -64,7 +58,7 @@ class WeakIdSet(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The live objects, in order of insertion."""
-        found = [reference() for reference in list(self._of.values())]
+        found = [reference() for reference in self._of.valuerefs()]
         return iter([one for one in found if one is not None])
 
 
