@@ -47,7 +47,6 @@ class HazardKind(enum.Enum):
     DISK = "disk", "name one read of its bucket, and write it after its change"
     TOO_MANY_BUFFERS = "too many buffers"  # more are in use for the disk than exist
     WRONG_HELP = "wrong help", "name updates of the host, each once"
-    RANKS_DIFFER = "ranks differ", "use one plan for all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +103,6 @@ class View:
     def nodes(self, *targets: Callable[..., Any]) -> list[fx.Node]:
         """The nodes that call one of `targets` (every op without targets), in program order."""
         return ops.nodes_of(self.graph, *targets)
-
-    def with_forwards(self, *targets: Callable[..., Any]) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """The nodes that call one of `targets`, each with the forward of its stage."""
-        for node in self.nodes(*targets):
-            forward = self.forwards.get(ops.arguments(node)[0].index)
-            if forward is not None:
-                yield node, forward
 
     def that(self, wanted: Callable[[Op], object]) -> list[fx.Node]:
         """The nodes whose ops satisfy `wanted`, in program order."""

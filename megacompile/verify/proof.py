@@ -27,13 +27,10 @@ so their program orders, joined there, are an order in which all ops of all rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
-from megacompile.ir.edges import Collectives, first_difference
 from megacompile.ir.schedule import Schedule
 from megacompile.verify import (
     argument_checks,
@@ -44,7 +41,7 @@ from megacompile.verify import (
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 from megacompile.views.python import table
 
-__all__ = ["Hazard", "HazardKind", "hazards", "hazards_of_ranks", "verify", "verify_ranks"]
+__all__ = ["Hazard", "HazardKind", "hazards", "verify"]
 
 _CHECKS: tuple[Check, ...] = (
     *argument_checks.CHECKS,
@@ -89,43 +86,3 @@ def hazards(schedule: Schedule) -> list[Hazard]:
         return found  # the checks below need complete arguments
     found += [hazard for view in views for check in _CHECKS for hazard in check(view)]
     return found + [hazard for joined in _JOINED for hazard in joined(views)]
-
-
-# Ranks.
-
-
-def verify_ranks(schedules: Sequence[Schedule]) -> None:
-    """Prove that ranks can run their schedules together; `verify` proves each alone.
-
-    Args:
-        schedules: of rank 0, 1, ..., which run at the same time.
-
-    Raises:
-        ScheduleError: their collectives differ.
-    """
-    found = hazards_of_ranks(schedules)
-    if found:
-        lines = [f"{len(schedules)} ranks run schedule {schedules[0].name!r} with hazards:"]
-        raise ScheduleError("\n".join([*lines, *(f"  {hazard}" for hazard in found)]))
-
-
-def hazards_of_ranks(schedules: Sequence[Schedule]) -> list[Hazard]:
-    """Hazards between ranks: the first difference of each rank from rank 0, by graph."""
-    first, *others = schedules
-    found = []
-    for rank, other in enumerate(others, 1):
-        for name in dict.fromkeys((*first.graphs, *other.graphs)):
-            each = [s.graphs.get(name, fx.Graph()) for s in (first, other)]
-            texts = [Collectives.of(graph, name, first.name).ops for graph in each]
-            if (difference := first_difference(*texts)) is not None:
-                i, here, there = difference
-                issued = [ops.nodes_that(graph, ops.alike)[i : i + 1] for graph in each]
-                mine, theirs = (ops.label(nodes[0]) if nodes else "" for nodes in issued)
-                message = (
-                    f"{name}: collective {i + 1} is {here} in rank 0, but {there} in rank {rank}; "
-                    "each rank would wait for one that the other does not issue; use one plan for "
-                    "all ranks"
-                )
-                nodes = tuple(issued[0] + issued[1])
-                found.append(Hazard(HazardKind.RANKS_DIFFER, name, mine, theirs, message, nodes))
-    return found

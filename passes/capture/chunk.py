@@ -165,15 +165,14 @@ class _Finder:
     def find(self, loss: fx.Node) -> _Head:
         """The head of a loss; raises `_Whole` if it cannot be chunked."""
         of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
-        if of.get("size_average") is not None or of.get("reduce") is not None:
-            raise _Whole(f"{loss} has size_average or reduce")
         reduction = self.literal(of.get("reduction", "mean"))
-        if reduction not in _REDUCTIONS:
-            raise _Whole(f"{loss} has reduction={reduction!r}, a loss for each token")
+        if reduction not in _REDUCTIONS or {of.get("size_average"), of.get("reduce")} != {None}:
+            raise _Whole(f"{loss} has reduction={reduction!r}, or size_average or reduce")
         chain, linear = self._walk(loss, of["input"])
         parts = self._bind(linear, ("input", "weight", "bias"))
         read = (parts["input"], parts["weight"], parts.get("bias"))
-        rows, any_rows, classes = self._rows(chain, linear, of["target"])
+        rows, any_rows = self._rows(chain[-1] if chain else linear, of["target"])
+        classes = self.meta(linear).shape[-1]
         row_bytes = classes * self.meta(linear).dtype.itemsize
         known = rows if any_rows == rows else None
         options = {
@@ -202,17 +201,15 @@ class _Finder:
     def _bind(self, node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
         """The arguments of a call by name."""
         bound: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        unknown = bound.keys() - set(names)
-        if unknown or len(node.args) > len(names):
-            raise _Whole(f"{node} has unknown arguments: {sorted(unknown)}")
+        if bound.keys() - set(names) or len(node.args) > len(names):
+            raise _Whole(f"{node} has unknown arguments")
         return bound
 
     def meta(self, node: Any) -> TensorMeta:
         """The description of a tensor."""
         meta = self.values.of.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(meta, TensorMeta):
-            what = "it has no target that is a tensor" if node is None else f"{node} is no tensor"
-            raise _Whole(what)
+            raise _Whole(f"{node} is no tensor")
         return meta
 
     def _walk(self, loss: fx.Node, source: Any) -> tuple[tuple[fx.Node, ...], fx.Node]:
@@ -223,15 +220,11 @@ class _Finder:
             self.meta(node)
             self._check_users(node, user)
             if node.target is F.linear:
-                break
-            self._check_step(node, last=user is loss)
+                return tuple(reversed(chain)), node
+            if not self._commutes(node, last=user is loss):
+                raise _Whole(f"its logits come through {node} ({_target(node)})")
             chain.append(node)
             node, user = _source(node), node
-        classes = self.meta(node).shape[-1]
-        for step in chain:
-            if step.target not in _TRANSPOSES and self.meta(step).sizes[-1:] != (classes,):
-                raise _Whole(f"{step} does not keep the {classes} classes in the last dimension")
-        return tuple(reversed(chain)), node
 
     def _check_users(self, node: fx.Node, user: fx.Node) -> None:
         for other in node.users:
@@ -241,34 +234,30 @@ class _Finder:
             if other is not user and not (looks and self._is_known(other)):  # not for a size
                 raise _Whole(f"the logits ({node}) are also used by {other}")
 
-    def _check_step(self, node: fx.Node, *, last: bool) -> None:
-        """Raise unless a node between the head and its loss commutes with the linear layer."""
-        source = _source(node)
-        meta, before = self.meta(node), self.meta(source)
-        if node.target in _CASTS:
-            wider = meta.dtype == torch.float32 and before.dtype.itemsize < meta.dtype.itemsize
-            if meta.device != before.device or not (wider or meta.dtype == before.dtype):
-                raise _Whole(f"{node} casts {before} to {meta} on {meta.device}")
-        elif node.target is operator.getitem:
-            self._check_index(node, len(before.shape))
-        elif node.target in _TRANSPOSES:
-            if not last or not self._is_class_first(node):
-                raise _Whole(f"{node} permutes the logits")
-        elif node.target not in _RESHAPES | _COPIES or meta.dtype != before.dtype:
-            raise _Whole(f"its logits come from {_target(node)} ({node}), not from linear")
+    def _commutes(self, node: fx.Node, *, last: bool) -> bool:
+        """True if a node between the head and its loss commutes with the linear layer."""
+        meta, before = self.meta(node), self.meta(_source(node))
+        if node.target in _TRANSPOSES:
+            return last and self._is_class_first(node)
+        if meta.sizes[-1:] != before.sizes[-1:] or meta.device != before.device:
+            return False
+        if node.target is operator.getitem:
+            return self._keeps_classes(node, len(before.shape))
+        if node.target in _CASTS and meta.dtype == torch.float32:
+            return before.dtype.itemsize <= meta.dtype.itemsize
+        return node.target in _RESHAPES | _COPIES | _CASTS and meta.dtype == before.dtype
 
-    def _check_index(self, node: fx.Node, dims: int) -> None:
-        more = _Whole(f"{node} indexes the logits with more than slices")
+    def _keeps_classes(self, node: fx.Node, dims: int) -> bool:
+        """True for an index of slices that selects all classes, the last dimension."""
         if not all(map(self._is_known, node.all_input_nodes[1:])):
-            raise more
+            return False
         index = self.literal(node.args[1])
         entries = index if isinstance(index, tuple) else (index,)
         if not all(e is Ellipsis or type(e) in (int, slice, Number) for e in entries):
-            raise more
+            return False
         count = sum(e is not Ellipsis for e in entries)
         reaches_last = entries[-1] is not Ellipsis and (count == dims or Ellipsis in entries)
-        if reaches_last and entries[-1] not in _EVERY_CLASS:
-            raise _Whole(f"{node} selects a part of the classes")
+        return not reaches_last or entries[-1] in _EVERY_CLASS
 
     def _is_class_first(self, node: fx.Node) -> bool:
         """True if it transposes (N, L, C) to (N, C, L), the layout for cross_entropy."""
@@ -279,25 +268,19 @@ class _Finder:
         dims = [d % 3 for d in order]
         return dims == [0, 2, 1] if node.target in _PERMUTES else sorted(dims) == [1, 2]
 
-    def _rows(self, chain: Sequence[fx.Node], linear: fx.Node, target: Any) -> tuple[int, Any, int]:
-        """Rows and classes of the loss's input, whose classes come last or are transposed.
-
-        Rows are returned as the planned number and as an expression of the symbols.
-        """
-        classes = self.meta(linear).shape[-1]
-        given = self.meta(chain[-1] if chain else linear)
-        shape = given.shape
-        class_first = bool(chain) and chain[-1].target in _TRANSPOSES
-        if len(shape) > 2 and not class_first:
-            raise _Whole(f"the second dimension of {list(shape)} is not that of the classes")
+    def _rows(self, logits: fx.Node, target: Any) -> tuple[int, Any]:
+        """The rows of the loss's input, whose classes come last or are transposed: the planned
+        number, and an expression of the symbols."""
+        shape, meta = self.meta(logits).shape, self.meta(target)
         leading = (shape[0], *shape[2:]) if len(shape) > 1 else ()
-        meta = self.meta(target)
+        rows = math.prod(leading)
+        if len(shape) > 2 and logits.target not in _TRANSPOSES:
+            raise _Whole(f"the second dimension of {list(shape)} is not that of the classes")
         if meta.dtype != torch.int64 or meta.shape != leading:
             raise _Whole(f"the targets are {meta}, not i64{list(leading)} class indices")
-        rows = math.prod(leading)
-        if rows == 0 or self.meta(linear).device != self.capture.device:
+        if rows == 0 or self.meta(logits).device != self.capture.device:
             raise _Whole("there are no tokens, or they are on another device")
-        return rows, math.prod(meta.sizes), classes
+        return rows, math.prod(meta.sizes)
 
     def _check_between(self, linear: fx.Node, loss: fx.Node, read: Sequence[Any]) -> None:
         """Raise if moving the linear layer down to its loss would change its inputs or their
@@ -305,10 +288,9 @@ class _Finder:
         nodes = list(self.capture.module.graph.nodes)
         held = {key for node in read if node is not None for key in self.values.storages[node]}
         for node in nodes[nodes.index(linear) : nodes.index(loss)]:
-            if self.values.mutates[node] & held:
-                raise _Whole(f"{node} changes the head's input or weight before the loss")
-            if node.target is compat.SET_GRAD_ENABLED or "_autocast" in _target(node):
-                raise _Whole(f"{node} changes grad mode or autocast between the head and its loss")
+            changes = self.values.mutates[node] & held or node.target is compat.SET_GRAD_ENABLED
+            if changes or "_autocast" in _target(node):
+                raise _Whole(f"{node} changes its input or weight, grad mode or autocast before")
 
     def rewrite(self, found: _Head) -> None:
         """Replace a loss by the chunked loss and remove the logits, in the capture's graph."""

@@ -20,8 +20,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.tiles import Axis, Result
-from megacompile.passes.stages.token_rules import Act
-from megacompile.passes.stages.tokenwise import is_fill, is_view
+from megacompile.passes.stages.tokenwise import Act, is_fill, is_view
 
 PRODUCTS = {"mm", "bmm", "addmm", "_scaled_mm"}
 _AGAIN = 16  # maximum number of recomputed nodes per value

@@ -29,8 +29,7 @@ from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.ir.tiles import Axis, Piece, Result, Tile
 from megacompile.passes.edit import NotComputedError, computed
 from megacompile.passes.stages.pieces import Members, cut_of, divide
-from megacompile.passes.stages.token_rules import Act, name_of
-from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
+from megacompile.passes.stages.tokenwise import Act, Tokens, find_tokenwise, name_of
 
 _SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "zeros": 0, "ones": 0}
 

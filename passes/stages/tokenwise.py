@@ -4,16 +4,19 @@
     s = sum(h, [0])        a sum over tokens: the sum of the sums of tiles
     a = attention(q, k, v) not tokenwise: each token reads others
 
-Operators without a rule (`token_rules`) are not tokenwise, nor are random numbers: tiles would draw
-different ones.
+A rule, (node, the axes of operands, tokens) -> its action or None, depends only on the operator,
+never on the model. It states that a part of the result needs only that part of the operands, or
+that the result is a sum over parts, for any choice of the token dimension. Operators without a rule
+are not tokenwise, nor are random numbers: tiles would draw different ones.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,13 +24,303 @@ from torch import fx
 from megacompile import compat
 from megacompile.cost import aten
 from megacompile.ir.tiles import Axis, Result
-from megacompile.passes.stages.token_rules import (
-    RULES,
-    Act,
-    name_of,
-    pointwise,
-    shape_of,
-)
+
+Kinds = tuple[tuple[Result, Axis | None], ...]
+Axes = Mapping[fx.Node, Axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """The action of a tokenwise node: the cut operands and the kinds of results."""
+
+    cuts: Axes
+    results: Kinds
+    items: bool = False  # the node returns a tuple
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis of the only result; None for a sum, and for a tuple."""
+        return None if self.items else self.results[0][1]
+
+
+def shape_of(node: Any) -> tuple[int, ...] | None:
+    """The shape of a node that returns one tensor of known size."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in value.shape):
+        return None
+    return tuple(value.shape)
+
+
+Rule = Callable[[fx.Node, Axes, int], Act | None]
+Move = Callable[[fx.Node, fx.Node, Axis, int], Axis | None]
+
+
+def name_of(node: fx.Node) -> str:
+    return compat.operator_name(node.target) if node.op == "call_function" else ""
+
+
+def _of(node: fx.Node) -> dict[str, Any]:
+    return dict(compat.arguments_of(node))
+
+
+def _rank(node: fx.Node) -> int:
+    return len(shape_of(node) or ())
+
+
+def _aligned(
+    operands: Sequence[fx.Node], axes: Axes, rank: int, tokens: int
+) -> tuple[Axis, dict[fx.Node, Axis]] | None:
+    """The token axis of the broadcast shape, and the cut axis of each operand."""
+    given = [node for node in operands if node in axes]
+    found = {replace(axes[node], dim=axes[node].dim + rank - _rank(node)) for node in given}
+    if len(found) != 1:
+        return None
+    (axis,) = found
+    cuts = {}
+    for node in operands:
+        shape = shape_of(node) or ()
+        dim = axis.dim - (rank - len(shape))
+        if dim < 0 or (shape[dim] == 1 and axis.size(tokens) != 1):
+            if node in axes:
+                return None
+            continue  # broadcast over tokens
+        if shape[dim] != axis.size(tokens):
+            return None
+        cuts[node] = replace(axis, dim=dim)
+    return axis, cuts
+
+
+def pointwise(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    shape = shape_of(node)
+    if shape is None:
+        return None
+    made = _aligned(node.all_input_nodes, axes, len(shape), tokens)
+    if made is None or shape[made[0].dim] != made[0].size(tokens):
+        return None
+    return Act(made[1], ((Result.CUT, made[0]),))
+
+
+def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    """A shape-preserving operation along other dimensions: a softmax."""
+    dim = _of(node)["dim"] % max(1, _rank(node))
+    act = pointwise(node, axes, tokens)
+    return act if act is not None and act.axis is not None and act.axis.dim != dim else None
+
+
+# Operators whose results have all tokens of their first operand, and no tokens of others.
+
+
+def _moved(move: Move) -> Rule:
+    """The rule of such an operator.
+
+    Args:
+        move: (node, its first operand, the operand's axis, tokens) -> the axis of its results.
+    """
+
+    def rule(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+        source, value = node.args[0], node.meta["val"]
+        if not isinstance(source, fx.Node) or source not in axes:
+            return None
+        axis = move(node, source, axes[source], tokens)
+        if axis is None or any(n in axes for n in node.all_input_nodes if n is not source):
+            return None
+        items = isinstance(value, (tuple, list))
+        results = ((Result.CUT, axis),) * (len(value) if items else 1)
+        return Act({source: axes[source]}, results, items=items)
+
+    return rule
+
+
+def _reshape(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    return reshaped(axis, shape_of(source) or (), shape_of(node) or ())
+
+
+def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
+    """The token axis after a reshape; None if the reshape splits it."""
+    outer = math.prod(before[: axis.dim]) * axis.outer
+    inner = math.prod(before[axis.dim + 1 :]) * axis.inner
+    if 0 in before:
+        return None
+    for dim, size in enumerate(after):
+        left, right = math.prod(after[:dim]), math.prod(after[dim + 1 :])
+        if outer % left == 0 and inner % right == 0:
+            made = Axis(dim, outer // left, inner // right)
+            if size % (made.outer * made.inner) == 0 and size > 1:
+                return made
+    return None
+
+
+def _permute(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    order, given = list(range(_rank(node))), _of(node)
+    if name_of(node) == "permute":
+        order = [d % len(order) for d in given["dims"]]
+    elif name_of(node) == "t":
+        order.reverse()
+    else:
+        a, b = (given[key] % len(order) for key in ("dim0", "dim1"))
+        order[a], order[b] = order[b], order[a]
+    return replace(axis, dim=order.index(axis.dim))
+
+
+def _expand(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    shape = shape_of(node) or ()
+    made = replace(axis, dim=axis.dim + len(shape) - _rank(source))
+    return made if shape[made.dim] == axis.size(tokens) else None
+
+
+def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    """A part of another dimension: the token axis stays, or shifts if the dimension is removed."""
+    dim = _of(node)["dim"] % _rank(source)
+    if dim == axis.dim:
+        return None
+    removed = _rank(source) - _rank(node) if dim < axis.dim else 0
+    return replace(axis, dim=axis.dim - removed)
+
+
+def _split(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    return None if _of(node)["dim"] % _rank(source) == axis.dim else axis
+
+
+def _norm(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    """A norm over the last dimensions: the result, and statistics of the same rank."""
+    return axis if axis.dim < _rank(source) - len(_of(node)["normalized_shape"]) else None
+
+
+def _dims(node: fx.Node, source: fx.Node) -> list[int]:
+    """The reduced dimensions."""
+    rank, dims = _rank(source), _of(node).get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
+    return [d % rank for d in dims] if rank else []
+
+
+def _reduced(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+    dims, given = _dims(node, source), _of(node)
+    below = 0 if given.get("keepdim") else sum(d < axis.dim for d in dims)
+    return None if axis.dim in dims else replace(axis, dim=axis.dim - below)
+
+
+# Other operators.
+
+
+def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    source: Any = node.args[0]
+    if source in axes and axes[source].dim in _dims(node, source):
+        return Act({source: axes[source]}, ((Result.SUM, None),))
+    return _moved(_reduced)(node, axes, tokens)
+
+
+def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    """An operation along another dimension of operands of equal rank, all of which are cut."""
+    rank = _rank(node)
+    made = _aligned(node.all_input_nodes, axes, rank, tokens)
+    if made is None or any(_rank(operand) != rank for operand in node.all_input_nodes):
+        return None
+    axis, cuts = made
+    if len(cuts) < len(node.all_input_nodes) or _of(node)["dim"] % rank == axis.dim:
+        return None
+    return Act(cuts, ((Result.CUT, axis),))
+
+
+def _product(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    """The rule for matrices in the last two dimensions, one or many."""
+    a, b = node.args[:2]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    sums = Result.PRODUCT if name_of(node) == "mm" else Result.SUM
+    rank, left, right = _rank(a), axes.get(a), axes.get(b)
+    rows, columns = rank - 2, rank - 1
+    if a is b:
+        return None
+    if left is not None and right is not None:
+        same = (left.outer, left.inner) == (right.outer, right.inner)
+        if same and left.dim == right.dim < rows:  # tokens within each matrix
+            return Act({a: left, b: right}, ((Result.CUT, left),))
+        if same and left.dim == columns and right.dim == rows:
+            return Act({a: left, b: right}, ((sums, None),))
+        return None
+    one = left or right
+    if one is not None and one.dim < rows:  # matrices of all tokens, of one operand or of both
+        return Act({a: one, b: one}, ((Result.CUT, one),))
+    if left is not None and left.dim == rows:
+        return Act({a: left}, ((Result.CUT, left),))
+    if right is not None and right.dim == columns:
+        return Act({b: right}, ((Result.CUT, right),))
+    return None
+
+
+def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    bias, a, b = node.args[:3]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node) and isinstance(bias, fx.Node)
+    if bias in axes or b in axes or a not in axes or axes[a].dim != 0 or _rank(bias) > 1:
+        return None
+    return Act({a: axes[a]}, ((Result.CUT, axes[a]),))
+
+
+def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    """A product of fp8 factors: cut along rows of the first or columns of the second, with their
+    scales. A sum over tokens is not supported, because scales may span all tokens."""
+    given = _of(node)
+    for key, scale_key, dim in (("self", "scale_a", 0), ("mat2", "scale_b", 1)):
+        operand, scale, bias = given[key], given[scale_key], given.get("bias")
+        axis = axes.get(operand)
+        if axis is None or axis.dim != dim or (bias is not None and dim == 1):
+            continue
+        cuts, of_each = {operand: axis}, [1, 1]
+        of_each[dim] = axis.size(tokens)
+        shape = shape_of(scale)
+        if shape is None or math.prod(shape) > 1 and list(shape) != of_each:
+            continue  # of blocks
+        if math.prod(shape) > 1:
+            cuts[scale] = axis
+        return Act(cuts, ((Result.CUT, axis),))
+    return None
+
+
+def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    table, indices = node.args[:2]
+    if not isinstance(indices, fx.Node) or indices not in axes or table in axes:
+        return None
+    return Act({indices: axes[indices]}, ((Result.CUT, axes[indices]),))
+
+
+def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    given = _of(node)
+    each = [given["grad_out"], given["input"], given.get("mean"), given.get("rstd")]
+    operands = [n for n in each if isinstance(n, fx.Node)]
+    made = _aligned(operands, axes, _rank(operands[0]), tokens)
+    if made is None or made[0].dim >= _rank(operands[0]) - len(given["normalized_shape"]):
+        return None
+    if any(n in axes for n in node.all_input_nodes if n not in operands):
+        return None
+    kinds: Kinds = ((Result.CUT, made[0]), *((Result.SUM, None) for _ in node.meta["val"][1:]))
+    return Act(made[1], kinds, items=True)
+
+
+def _rules(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_rules(pointwise, "alias detach clone _to_copy convert_element_type"),
+    **_rules(pointwise, "full_like zeros_like ones_like empty_like"),
+    **_rules(_along, "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"),
+    **_rules(_moved(_reshape), "view _unsafe_view reshape unsqueeze squeeze"),
+    **_rules(_moved(_permute), "permute transpose t"),
+    **_rules(_moved(_expand), "expand"),
+    **_rules(_moved(_slice), "slice select"),
+    **_rules(_moved(_split), "split split_with_sizes unbind"),
+    **_rules(_moved(_reduced), "mean amax amin var var_mean prod any all logsumexp argmax argmin"),
+    **_rules(_moved(_norm), "native_layer_norm _fused_rms_norm"),
+    **_rules(_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
+    **_rules(_all_cut, "cat slice_scatter"),
+    "sum": _sum,
+    **_rules(_product, "mm bmm"),
+    "addmm": _addmm,
+    "_scaled_mm": _scaled_mm,
+    "embedding": _embedding,
+}
+
+
+# Graphs.
 
 
 @dataclass(frozen=True, slots=True)
