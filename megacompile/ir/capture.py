@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import operator
 import types
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,20 +90,13 @@ def graph_key(module: fx.GraphModule) -> Hashable:
         position[node] = i
         target = function_key(node.target)
         if node.op == "get_attr":
-            target = _attribute_key(_fetch(module, str(node.target)))
+            target = _attribute_key(operator.attrgetter(str(node.target))(module))
         elif node.op == "call_module":
             target = _attribute_key(module.get_submodule(str(node.target)))
         elif node.op in ("placeholder", "output"):
             target = None
         rows.append((node.op, target, _freeze(node.args, position), _freeze(node.kwargs, position)))
     return tuple(rows)
-
-
-def _fetch(module: fx.GraphModule, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _attribute_key(value: Any) -> Hashable:

@@ -7,10 +7,6 @@ ordering: two ops are ordered if a path of such edges connects them, and race ot
 issues ops in program order too, so a backward-pointing edge (a value used before its definition)
 orders nothing. `megacompile.verify.cycle_checks` defines how graphs are connected.
 
-The proof, the simulation, traces and pictures all read the edges from this module. Each adds its
-own rule: the proof rejects backward-pointing edges, the simulation drops edges within one queue,
-and a trace moves the waits of an unrecorded op to the next op of its stream.
-
 A graph waits for an earlier graph's work on a bucket by tokens: it returns the ops that wrote each
 part of a bucket last. A later graph has a placeholder for each part that it must wait for, and
 names it in `after=`:
@@ -25,6 +21,7 @@ wait. A placeholder whose part was not written since is empty.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -194,12 +191,7 @@ class Collectives:
 
     @staticmethod
     def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
-        """The collectives of a schedule's graph.
-
-        Args:
-            kind: "forward", "backward" or "update".
-            name: the schedule's name.
-        """
+        """The collectives of a graph of this kind ("forward", ...) of the schedule `name`."""
         nodes = ops.nodes_that(graph, ops.alike)
         facts = [f"{kind}\n", *(f"{_shown(n)} {_moved_bytes(n)} {_averaged(n)}\n" for n in nodes)]
         digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
@@ -214,12 +206,8 @@ class Collectives:
 
 def first_difference(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[int, str, str] | None:
     """The first difference of two sequences of collectives: its position, and both ops."""
-    for i in range(max(len(a), len(b))):
-        here = a[i] if i < len(a) else "none"
-        there = b[i] if i < len(b) else "none"
-        if here != there:
-            return i, here, there
-    return None
+    pairs = enumerate(itertools.zip_longest(a, b, fillvalue="none"))
+    return next(((i, here, there) for i, (here, there) in pairs if here != there), None)
 
 
 def _moved_bytes(node: fx.Node) -> int:

@@ -105,7 +105,7 @@ class Template:
         """True if the code is valid for these values of its symbols."""
         if self.symbols is None:
             return True
-        return self.symbols.condition()(*(values[symbol] for symbol in self.symbols.planned))
+        return self.symbols.fakes.holds(*(values[symbol] for symbol in self.symbols.planned))
 
     @functools.cached_property
     def draws(self) -> bool:

@@ -8,7 +8,7 @@ conditions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -73,11 +73,6 @@ class Symbols:
 
     planned: Mapping[sympy.Symbol, int | float]
     fakes: compat.SymbolicFakes  # the inputs that its values were found with
-
-    def condition(self) -> Callable[..., bool]:
-        """A function that says if the values found are right for values of the symbols, in their
-        order."""
-        return self.fakes.holds
 
 
 def symbols_in(value: Any) -> frozenset[sympy.Symbol]:

@@ -102,24 +102,17 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
     readers.sort(key=lambda pair: view.order.position[pair[0]])
     early = [pair for pair in readers if view.order.issued_before(pair[0], following)]
     late = [pair for pair in readers if not view.order.issued_before(pair[0], following)]
-    fill = label(following)
-    for reader, weights in late[:1]:
-        message = f"{_reading(reader, weights)}, but {fill} may have filled it by then"
-        yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
-    for reader, weights in early[-1:]:  # compute is one stream: the others are before it
+    # compute is one stream: the other early ones are before the last
+    for reader, weights in (*late[:1], *early[-1:]):
         if not view.order.before(reader, following):
+            fill, stage = label(following), reader.args[0]
+            name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
             message = (
-                f"{_reading(reader, weights)}, but {fill} may overwrite it first: no edge orders "
-                f"{label(reader)} before it; add after=({label(reader)}) to {fill}"
+                f"{label(reader)} reads {name}bucket {ops.bucket_of(weights).label} in slot "
+                f"{_slot(weights).index}, but {fill} may overwrite it first: no edge orders "
+                f"{label(reader)} before it; raise slots, or add after=({label(reader)}) to {fill}"
             )
             yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
-
-
-def _reading(reader: fx.Node, weights: fx.Node) -> str:
-    stage = reader.args[0]
-    name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
-    where = f"bucket {ops.bucket_of(weights).label} in slot {_slot(weights).index}"
-    return f"{label(reader)} reads {name}{where}"
 
 
 def _reused(view: View) -> Iterator[Hazard]:

@@ -74,18 +74,14 @@ def split(
     """The template of a traced stage.
 
     Args:
-        stage: the traced stage.
         joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients); not
             changed.
-        takes: the tangents and partial gradients.
         gradients: the primals with gradients in the joint graph's results.
-        index: the template's index.
         saved_fraction: the share of saved tensors, from 0 (inputs and random numbers) to 1 (the
             fastest forward and backward). A stage that draws random numbers uses 1 if the
             partitioner would draw them again.
-        tiles: the number of tiles for its graphs' tokenwise pieces. Their values are not saved, but
-            recomputed tile by tile; see `megacompile.passes.stages.tile`. The template has `tiles
-            == 1` if its graphs have no such piece.
+        tiles: for its tokenwise pieces, whose values are recomputed tile by tile instead of saved.
+            The template has `tiles == 1` if it has no such piece.
     """
     planned = numbers_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)

@@ -247,13 +247,11 @@ class _Tracer:
     def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
         with compat.functional_mode(native=self.lowering is not Lowering.EAGER):
             wrapped = [compat.to_functional(p) for p in primals]
-            results, found = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
-            return [*results, *map(compat.from_functional, found)]
+            found = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
+            return [compat.from_functional(t) for t in found]
 
-    def _joint(
-        self, primals: list[Any], tangents: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results, and the gradients."""
+    def _joint(self, primals: list[Any], tangents: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results, then the gradients."""
         inputs = list(primals)
         for i in self.stage.mutated:  # a separate value, so that the old one stays readable
             inputs[i] = primals[i].clone()
@@ -266,9 +264,8 @@ class _Tracer:
             elif not _has_strides(tensor, meta):  # [Note: fake strides]
                 outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
-        values = [compat.from_functional(t) for t in results]
         if not tangents:
-            return values, []
+            return results
         before = [compat.from_functional(t) for t in (*inputs, *outputs)]
         ends = [results[k] for k in self.takes.tangents] + [
             primals[k] for k in self.takes.partial_gradients
@@ -291,7 +288,7 @@ class _Tracer:
                 f"stage {self.stage.name!r}: a hook, or an autograd.Function, changes a tensor in "
                 "place in the backward; change it after the backward"
             )
-        return values, [g for _, g in pairs]
+        return [*results, *(g for _, g in pairs)]
 
 
 def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:

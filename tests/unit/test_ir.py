@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
-from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, Slot
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket
 from megacompile.ir.ops.op import OPS, Show, Takes, Value, by_subject, op
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -27,28 +25,6 @@ from tests.layouts import layout_of
 from tests.planned import EVERYTHING, built, planned
 
 BUCKET = Bucket(0, "layers.3", (), 0, "3")
-
-
-# The vocabulary.
-
-
-def test_every_op_has_the_stream_and_label_that_are_documented() -> None:
-    """The table of the module's docstring, and the functions, are of the same ops."""
-    row = re.compile(r"^    (\w+) +(\w+) +(\S+) +.*->")
-    found = [row.match(line) for line in (ops.__doc__ or "").splitlines()]
-    table = {m[1]: (m[2], m[3]) for m in found if m and m[1] != "op"}
-    assert sorted(table) == sorted(declared.name for declared in ops.OPS.values())
-    for function, declared in ops.OPS.items():
-        stream, label = table[declared.name]
-        assert function is getattr(ops, declared.name) and function.__name__ == declared.name
-        assert declared.stream is Stream(stream), declared.name
-        assert declared.label(_arguments(function)) == ("FREE" if label == "-" else label)
-
-
-def _arguments(function: Callable[..., Any]) -> tuple[object, ...]:
-    """Positional arguments for the label of an op on stage 3, its bucket and slot 1."""
-    values = {"stage": built().stages[3], "bucket": BUCKET, "slot": Slot(1, 0)}
-    return tuple(values.get(name) for name in inspect.signature(function).parameters)
 
 
 # A new op is one declaration: the proof, the models of memory and the printed forms learn of it.
