@@ -15,7 +15,8 @@ from megacompile.options import Lowering
 from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
 from megacompile.plan.findings import Moved
-from megacompile.plan.scenario import Planned, Scenario
+from megacompile.plan.pipeline import Planned
+from megacompile.plan.scenario import Scenario
 from megacompile.runtime.disk import Way
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
 from megacompile.views.recorder import Trace as Trace

@@ -40,7 +40,7 @@ from megacompile.options import Lowering, Options
 from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apart, unshare
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler, SettledPlans
-from megacompile.plan.scenario import Planned
+from megacompile.plan.pipeline import Planned
 from megacompile.plan.setting import Setting
 from megacompile.text import printable
 
@@ -71,7 +71,7 @@ class AbstractProgram:
         return self.plans.compiler
 
     def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
-        """The inputs of `schedule`, for `megacompile.plan.scenario`."""
+        """The input of `SettledPlans.schedule`."""
         variant = Variant(
             tangents=expected_tangents(self.stages),
             keep_last=True,
@@ -86,7 +86,7 @@ class AbstractProgram:
         `accumulate` it adds to gradients on the host. With `reuse` the backward takes weights
         that the forward left in the slots, which requires that no other captured graph runs in
         between."""
-        return self.plans.schedule(*self.planned(accumulate=accumulate, reuse=reuse))
+        return self.plans.schedule(self.planned(accumulate=accumulate, reuse=reuse))
 
 
 def abstract_programs(

@@ -25,7 +25,7 @@ from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget, OpenTo, WantedPlaces
 from megacompile.plan.fit import TOLERANCE, TRIED, refusal, short
-from megacompile.plan.pipeline import Pipeline
+from megacompile.plan.pipeline import Pipeline, Planned
 from megacompile.plan.planner import (
     SearchResult,
     nearest,
@@ -86,13 +86,7 @@ class Chooser:
         self._nearest: dict[_Stages, Choice] = {}  # the closest choice, if nothing fits
 
     def choose(
-        self,
-        stages: Schedule,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement,
-        *,
-        again: bool = False,
+        self, planned: Planned, schedule: Schedule, placement: Placement, *, again: bool = False
     ) -> _PlanChoice:
         """The choice for these stages; the first call searches. `schedule` is the same, from
         `Pipeline.differentiated`; see `PassCompiler.choose`."""
@@ -103,9 +97,10 @@ class Chooser:
             return Choice(places=places, stay=stay, tiles=tiles), ()
         if not self.setting.plans:
             return Choice(places=places), ()
-        if stages not in self._chosen:
-            self._chosen[stages] = self._searched(stages, schedule, variant, placement, again=again)
-        return self._chosen[stages]
+        if planned.stages not in self._chosen:
+            found = self._searched(planned, schedule, placement, again=again)
+            self._chosen[planned.stages] = found
+        return self._chosen[planned.stages]
 
     def may_merge(self, stages: Schedule, placement: Placement) -> bool:
         """True if one stage may be faster than the chosen plan of these: nothing moves, nothing is
@@ -121,17 +116,13 @@ class Chooser:
         return planned.keys <= placement.places.resident and time_s < _SHORT_S * len(stages.stages)
 
     def merge(
-        self,
-        stages: Schedule,
-        whole: Schedule,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement,
+        self, stages: Schedule, merged: Planned, schedule: Schedule, placement: Placement
     ) -> bool:
-        """Choose to run stages that `may_merge` accepts as one (`whole`, and `schedule` from
+        """Choose to run stages that `may_merge` accepts as one (`schedule` from
         `Pipeline.differentiated`), if that fits; returns True if it does."""
+        whole = merged.stages
         others = self._others(whole, schedule)
-        problem = self.problem(schedule, variant, placement, OpenTo(), others)
+        problem = self.problem(schedule, merged.variant, placement, OpenTo(), others)
         choice = Choice(places=problem.here)
         if not problem.fits(choice):
             return False
@@ -176,13 +167,7 @@ class Chooser:
         ).peak.total_bytes
 
     def _searched(
-        self,
-        stages: Schedule,
-        schedule: Schedule,
-        variant: Variant,
-        placement: Placement,
-        *,
-        again: bool,
+        self, planned: Planned, schedule: Schedule, placement: Placement, *, again: bool
     ) -> _PlanChoice:
         """Search, cache the result, and place the buckets that no plan has decided about.
 
@@ -191,6 +176,7 @@ class Chooser:
         the smallest one.
         """
         self.budget.agree()
+        stages, variant = planned.stages, planned.variant
         open_to = self.wanted.open_to(schedule, placement, again=again)
         others = self._others(stages, schedule)
         problem = self.problem(schedule, variant, placement, open_to, others)
@@ -209,8 +195,8 @@ class Chooser:
             found = with_fewer_states(problem) or self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
-        for key, planned in list(self._planned.items()):  # the last plan, even if merged
-            if stages.stages in (key, planned.merged):
+        for key, each in list(self._planned.items()):  # the last plan, even if merged
+            if stages.stages in (key, each.merged):
                 del self._planned[key]
         decides = bool(open_to.keys) or found is before
         self._planned[stages.stages] = _Planned(problem, found, decides)

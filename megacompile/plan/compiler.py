@@ -13,7 +13,7 @@ from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.capture import Capture, Variant
+from megacompile.ir.capture import Variant
 from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import Values
@@ -23,7 +23,7 @@ from megacompile.passes.stages.numbers import resize
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
-from megacompile.plan.pipeline import Pipeline
+from megacompile.plan.pipeline import Pipeline, Planned
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 from megacompile.verify.proof import verify
@@ -110,36 +110,19 @@ class PassCompiler:
         beside = self.chooser.wanted.uncaptured_bytes()
         return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
 
-    def choose(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        variant: Variant,
-        placement: Placement,
-        *,
-        again: bool = False,
-    ) -> Placement:
-        """Make the choice that `plan` builds, for stages from `partition` and buckets at
-        `placement`; returns the placement that all plans so far want. With `again`, buckets that a
-        plan for smaller inputs made resident may leave the device.
+    def choose(self, planned: Planned, placement: Placement, *, again: bool = False) -> Placement:
+        """Make the choice that `plan` builds for buckets at `placement`; returns the placement that
+        all plans so far want. With `again`, buckets that a plan for smaller inputs made resident
+        may leave the device.
 
         Raises:
             DeviceMemoryError: no plan fits on the device.
             HostMemoryError: no plan that fits on the device fits on the host.
         """
-        schedule = self._differentiated(stages, capture, variant)
-        self.chooser.choose(stages, schedule, variant, placement, again=again)
+        self.chooser.choose(planned, self._differentiated(planned), placement, again=again)
         return self.wants(placement)
 
-    def plan(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        variant: Variant,
-        placement: Placement,
-        *,
-        draft: bool = False,
-    ) -> Schedule:
+    def plan(self, planned: Planned, placement: Placement, *, draft: bool = False) -> Schedule:
         """Build the verified schedule, whose templates have graphs but no code yet, for buckets at
         `placement` when it runs. A `draft` is for simulation only: not verified, and without a
         history.
@@ -147,11 +130,11 @@ class PassCompiler:
         Raises:
             DeviceMemoryError, HostMemoryError: as `choose`.
         """
-        stages = self._as_run(stages, capture, variant, placement)
-        schedule = self._differentiated(stages, capture, variant)
-        choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
+        planned = planned._replace(stages=self._as_run(planned, placement))
+        schedule = self._differentiated(planned)
+        choice, reasons = self.chooser.choose(planned, schedule, placement)
         choice = replace(choice, places=placement.places)
-        schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
+        schedule = self.pipeline.planned(schedule, planned.variant, choice, reasons, draft=draft)
         if not draft:
             verify(schedule)
         return schedule if draft else self._with_cuda_graphs(schedule)
@@ -177,35 +160,34 @@ class PassCompiler:
         plan = replace(schedule.plan, cuda_graphs=count, reasons=(*schedule.plan.reasons, words))
         return replace(schedule, plan=plan)
 
-    def _as_run(
-        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
-    ) -> Schedule:
+    def _as_run(self, planned: Planned, placement: Placement) -> Schedule:
         """The stages that run for these: themselves or, if they are short and everything fits, one
         for all of them. Fixed once a backward is planned."""
-        if stages in self._run:
+        if (stages := planned.stages) in self._run:
             return self._run[stages]
-        schedule = self._differentiated(stages, capture, variant)
+        schedule = self._differentiated(planned)
         if schedule.backward is None:
             return stages
-        self.chooser.choose(stages, schedule, variant, placement)
+        self.chooser.choose(planned, schedule, placement)
         self._run[stages] = stages
         if self.chooser.may_merge(stages, placement):
             try:
-                whole = self.pipeline.partition(capture, whole=True)
+                whole = self.pipeline.partition(planned.capture, whole=True)
                 if stages.symbols is not None:
                     whole = resize(whole, stages.symbols.planned)
-                merged = self._differentiated(whole, capture, variant)
+                merged = planned._replace(stages=whole)
+                schedule = self._differentiated(merged)
             except (UnsupportedGraphError, compat.UntraceableSymbols):
                 return stages
-            if self.chooser.merge(stages, whole, merged, variant, placement):
+            if self.chooser.merge(stages, merged, schedule, placement):
                 self._run[stages] = whole
         return self._run[stages]
 
-    def _differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+    def _differentiated(self, planned: Planned) -> Schedule:
         """The schedule before the choice; cached, because `plan` follows `choose`."""
-        if self._last is None or self._last[:2] != (stages, variant):
-            made = self.pipeline.differentiated(stages, capture, variant)
-            self._last = (stages, variant, made)
+        key = planned.stages, planned.variant
+        if self._last is None or self._last[:2] != key:
+            self._last = (*key, self.pipeline.differentiated(*planned))
         return self._last[2]
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
@@ -257,15 +239,13 @@ class SettledPlans:
         self.compiler = compiler
         self.placement = placement or Placement()
 
-    def schedule(
-        self, stages: Schedule, capture: Capture, variant: Variant, *, draft: bool = False
-    ) -> Schedule:
+    def schedule(self, planned: Planned, *, draft: bool = False) -> Schedule:
         """The schedule for buckets in the places that it wants; `draft` as in `plan`."""
-        wants = self.compiler.choose(stages, capture, variant, self.placement)
+        wants = self.compiler.choose(planned, self.placement)
         if wants != self.placement:
             self.placement = wants
             self.compiler.replan()
-        return self.compiler.plan(stages, capture, variant, wants, draft=draft)
+        return self.compiler.plan(planned, wants, draft=draft)
 
     def choose_least(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""

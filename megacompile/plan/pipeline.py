@@ -12,6 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from megacompile import log, notices
 from megacompile.cost.places import stored_bytes
@@ -67,6 +68,14 @@ from megacompile.plan.setting import Setting
 from megacompile.progress import bar
 
 _REMEMBERED = 8  # captures, with their stages
+
+
+class Planned(NamedTuple):
+    """A captured graph's stages, and the variant that its schedule is built for."""
+
+    stages: Schedule
+    capture: Capture
+    variant: Variant
 
 
 class Pipeline:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +22,11 @@ from megacompile.cost.places import device_kinds, disk_memory, host_memory
 from megacompile.cost.simulate import Prediction, Script, simulate_script
 from megacompile.errors import MegacompileError
 from megacompile.ir import ops
-from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler, SettledPlans
+from megacompile.plan.pipeline import Planned
 from megacompile.text import format_bytes
 
 FASTER = 1.1  # the factor by which a resource is sped up to find its share
@@ -153,14 +153,6 @@ _HOST = ("host memory bandwidth", "host update")
 _OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
 
 
-class Planned(NamedTuple):
-    """A captured graph and the variant that its schedule is built for."""
-
-    stages: Schedule
-    capture: Capture
-    variant: Variant
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
     """An alternative and its predicted effect."""
@@ -225,8 +217,8 @@ def _again(
     plans, update = SettledPlans(other), options.optimizer is not None
     try:
         schedules = tuple(
-            plans.schedule(stages, capture, replace(variant, update=update), draft=True)
-            for stages, capture, variant in planned
+            plans.schedule(each._replace(variant=replace(each.variant, update=update)), draft=True)
+            for each in planned
         )
     except MegacompileError as error:
         return Change(name, note="does not fit: " + str(error).splitlines()[0])

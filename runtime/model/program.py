@@ -35,6 +35,7 @@ from megacompile.ir.signature import inputs as inputs_of
 from megacompile.ir.tensors import Number, Symbols
 from megacompile.ir.values import bytes_of
 from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.pipeline import Planned
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 
@@ -199,7 +200,7 @@ class Program:
         with _stages_own_ambient():
             plans = self.plans
             return plans.compiler.choose(
-                self.stages, self.capture, variant, plans.placement, again=again
+                Planned(self.stages, self.capture, variant), plans.placement, again=again
             )
 
     def plan(self, variant: Variant) -> Schedule:
@@ -207,7 +208,7 @@ class Program:
         progress.now("planning the step")
         with _stages_own_ambient():
             plans = self.plans
-            made = plans.compiler.plan(self.stages, self.capture, variant, plans.placement)
+            made = plans.compiler.plan(Planned(self.stages, self.capture, variant), plans.placement)
         self._planned[variant] = made
         return made
 

@@ -55,15 +55,15 @@ def test_buckets_go_where_the_plan_wants_them_once() -> None:
 
 def test_other_buckets_than_it_wanted_are_planned_for() -> None:
     made = program(gpu_memory=GIB)
-    streamed = made.compiler.plan(*made.planned(), Placement())
+    streamed = made.compiler.plan(made.planned(), Placement())
     assert streamed.plan.resident == frozenset(), "a schedule is for the buckets where they are"
     (key, *_) = made.compiler.wants(Placement()).places.resident
     made.compiler.replan()
-    schedule = made.compiler.plan(*made.planned(), Placement(Places.of({key})))
+    schedule = made.compiler.plan(made.planned(), Placement(Places.of({key})))
     assert schedule.plan.resident == {key}
     assert made.compiler.wants(Placement()) == Placement(), "the first decides, and was given up"
     made, placement = program(gpu_memory=GIB), Placement(stays="a hook is on a node")
-    schedule = made.compiler.plan(*made.planned(), placement)
+    schedule = made.compiler.plan(made.planned(), placement)
     assert made.compiler.wants(placement) == placement, "what stays is not asked for"
     assert schedule.plan.resident == frozenset()
     assert any("a hook is on a node" in reason for reason in schedule.plan.reasons)

@@ -267,7 +267,7 @@ def planned(made: AbstractProgram, device_bytes: int) -> tuple[float, Choice]:
     other = made.compiler.other(options, hardware=machine, budget_bytes=device_bytes)
     each = made.planned()
     graphs = other.pipeline.differentiated(*each)
-    found, _ = other.chooser.choose(each.stages, graphs, each.variant, Placement())
+    found, _ = other.chooser.choose(each, graphs, Placement())
     return other.chooser.problem(graphs, each.variant).expected_s(found), found
 
 
