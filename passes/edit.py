@@ -80,11 +80,8 @@ def needed_for(outputs: Iterable[Any]) -> set[fx.Node]:
 def extracted(
     graph: fx.Graph, outputs: Sequence[Any], placeholders: Iterable[fx.Node] | None = None
 ) -> fx.Graph:
-    """The part of a graph that computes `outputs`.
-
-    Args:
-        placeholders: kept even if they are not needed; default: all of them.
-    """
+    """The part of a graph that computes `outputs`, with these placeholders (default: all), needed
+    or not."""
     part = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     needed = needed_for(outputs)
@@ -126,11 +123,8 @@ def wait_for(node: fx.Node, other: fx.Node) -> None:
 def trained_bytes(
     schedule: Schedule, bucket: Bucket, item_bytes: Callable[[int], float]
 ) -> TensorMeta:
-    """The meta of a byte tensor as large as a bucket's trained parameters, or their states.
-
-    Args:
-        item_bytes: maps the bytes of a streamed element to those of an element of the tensor.
-    """
+    """The meta of a byte tensor as large as a bucket's trained parameters, or their states, by the
+    bytes that `item_bytes` returns for those of a streamed element."""
     mine = largest_shard(bucket)
     params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
     size = sum(param.numel * item_bytes(param.dtype.itemsize) for param in params)

@@ -23,9 +23,8 @@ from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import elsewhere
 from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.values import left_by_backward, memory
+from megacompile.ir.values import elsewhere, left_by_backward, memory
 from megacompile.text import format_bytes
 
 

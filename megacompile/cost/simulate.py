@@ -30,9 +30,8 @@ from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.edges import Handed, handed, stands_for, waits_for, written
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import on_disk
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import producer
+from megacompile.ir.values import on_disk, producer
 
 _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
 

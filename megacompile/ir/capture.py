@@ -32,12 +32,8 @@ PLAIN = frozenset(
 
 
 def constant_key(value: Any) -> Hashable:
-    """A key for constants: plain values, enum members, and immutable containers of them (tuples,
-    named tuples and frozen dataclasses).
-
-    Raises:
-        TypeError: the value is none of these.
-    """
+    """A key for constants: plain values, enum members, and tuples and frozen dataclasses of them.
+    Raises TypeError for anything else."""
     kind = type(value)
     if kind is float:
         return kind, value.hex()  # -0.0 differs from 0.0, and nan equals itself

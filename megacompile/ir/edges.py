@@ -168,12 +168,7 @@ Maker = tuple[str, fx.Node]  # the name of a graph and its op
 
 
 def makers(schedule: Schedule) -> Mapping[Handed, Maker]:
-    """The op in one schedule that produces a value for later graphs.
-
-    Each part of a bucket is written by one graph: the backward writes gradients; the update, or a
-    backward that updates, writes weights and states. Another schedule may write what this one does
-    not.
-    """
+    """The op that produces each value for later graphs: one graph writes each part of a bucket."""
     found = ((name, handed(schedule, name)) for name in schedule.graphs)
     return {what: (name, node) for name, made in found for what, node in made.items()}
 

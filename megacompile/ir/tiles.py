@@ -76,23 +76,14 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a graph that runs as a unit, whole or tile by tile.
+    """A part of a graph that runs as a unit, whole or tile by tile."""
 
-    Args:
-        index: position in its graph's pieces, in execution order.
-        tokens: number of tokens along the cut axis; 1 if the piece is whole.
-        tiles: graphs of the tiles, for one or two sizes; the last tile may be smaller.
-        inputs: the axis along which each input is cut; None: passed whole.
-        results: the kind of each result, and the axis of CUT results.
-        metas: of the results, whole.
-    """
-
-    index: int
-    tokens: int
-    tiles: tuple[Tile, ...]
-    inputs: tuple[Axis | None, ...]
-    results: tuple[tuple[Result, Axis | None], ...]
-    metas: tuple[TensorMeta, ...]
+    index: int  # in its graph's pieces, in execution order
+    tokens: int  # along the cut axis; 1 if the piece is whole
+    tiles: tuple[Tile, ...]  # for one or two sizes; the last tile may be smaller
+    inputs: tuple[Axis | None, ...]  # the axis along which each is cut; None: passed whole
+    results: tuple[tuple[Result, Axis | None], ...]  # the axis of CUT results
+    metas: tuple[TensorMeta, ...]  # of the results, whole
 
     @property
     def is_whole(self) -> bool:

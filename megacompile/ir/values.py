@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sympy
+import torch
 from torch import fx
 
 from megacompile import compat
@@ -75,11 +76,7 @@ def outliving(graph: fx.Graph) -> set[fx.Node]:
 
 
 def endings(steps: Sequence[Collection[T]]) -> list[set[T]]:
-    """The values that each step uses last.
-
-    Args:
-        steps: the values that each step uses or defines.
-    """
+    """The values that each step uses last, of those that it uses or defines."""
     last = {value: i for i, used in enumerate(steps) for value in used}
     return [{value for value in used if last[value] == i} for i, used in enumerate(steps)]
 
@@ -126,10 +123,7 @@ def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
     """The forward's value that the backward fetches from the host; any other value unchanged.
 
     The two graphs share no edge: the host copy is the saved value of the backward's placeholder
-    with the same name, and the runtime passes it with its event.
-
-    Args:
-        copies: what `copied_away` returns.
+    with the same name. `copies` is what `copied_away` returns.
     """
     on_host = taken(value, Value.SAVED_ON_HOST)
     if effects(value).gives is not Value.SAVED or on_host is None:
@@ -236,3 +230,83 @@ def bytes_of(schedule: Schedule, symbols: Sequence[sympy.Symbol]) -> Callable[..
     total = sympy.Add(*(size * count for size, count in terms.items()))
     function = compat.as_function((total,), symbols)
     return lambda *values: int(function(*values)[0])
+
+
+# Inputs and outputs of graphs, by explicit ids: a forward's placeholder has the position of the
+# captured graph's input, and a backward's tangent the position of its output. Tokens are in
+# `megacompile.ir.edges`. Other placeholders are values of the previous graph with the same name.
+
+
+def input_of(graph: fx.Graph, position: int, name: str) -> fx.Node:
+    """A new placeholder for an input of the captured graph."""
+    node = graph.placeholder(name)
+    node.meta["input"] = position
+    return node
+
+
+def tangent_of(graph: fx.Graph, output: int, name: str) -> fx.Node:
+    """A new placeholder for the gradient of an output of the captured graph."""
+    node = graph.placeholder(name)
+    node.meta["tangent"] = output
+    return node
+
+
+def inputs_of(forward: fx.Graph) -> dict[str, int]:
+    """Placeholder name -> position of the captured graph's input."""
+    nodes = forward.find_nodes(op="placeholder")
+    return {node.name: node.meta["input"] for node in nodes if "input" in node.meta}
+
+
+def tangents_of(backward: fx.Graph) -> dict[int, str]:
+    """The names of the placeholders for outputs' gradients, by the output."""
+    nodes = backward.find_nodes(op="placeholder")
+    return {node.meta["tangent"]: node.name for node in nodes if "tangent" in node.meta}
+
+
+def elsewhere(forward: fx.Graph) -> dict[str, str]:
+    """The saved values offloaded to the host or a disk, by the name of the copy."""
+    found: dict[str, str] = {}
+    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # disk copies after host copies
+        value: Any = node.args[1]
+        found[node.name] = found.get(value.name, value.name)
+    return found
+
+
+def on_disk(forward: fx.Graph) -> frozenset[str]:
+    """The names of the copies on a disk."""
+    nodes = ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_DISK)
+    return frozenset(node.name for node in nodes)
+
+
+# Outputs of a captured graph that get a gradient.
+
+
+def computed_outputs(outputs: Sequence[Any]) -> list[int]:
+    """Positions of the outputs that stages compute, each value once."""
+    first: dict[fx.Node, int] = {}
+    for k, node in enumerate(outputs):
+        if isinstance(node, fx.Node) and node.op != "placeholder":
+            first.setdefault(node, k)
+    return list(first.values())
+
+
+def expected_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that will get a gradient: only a scalar loss, if there is one; otherwise all that
+    can.
+
+    A guess before the first backward; a different backward corrects it.
+    """
+    outputs, _ = ops.returned(stages.forward)
+    able = able_tangents(stages)
+    return tuple([k for k in able if outputs[k].meta["value"].shape == ()][:1] or able)
+
+
+def able_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that can get a gradient."""
+    outputs, _ = ops.returned(stages.forward)
+    metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
+    return tuple(k for k, m in metas.items() if m.requires_grad and _is_differentiable(m.dtype))
+
+
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -34,8 +34,8 @@ from megacompile.ir.capture import (
     Variant,
 )
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import expected_tangents
 from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.values import expected_tangents
 from megacompile.options import Lowering, Options
 from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apart, unshare
 from megacompile.passes.stages.units import find_units

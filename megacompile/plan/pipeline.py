@@ -28,11 +28,11 @@ from megacompile.passes.capture.calls import (
     inline_checkpoints,
     take_grouped_products,
     take_numbers,
+    widen_losses,
 )
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.inputs import unpack
-from megacompile.passes.capture.losses import widen_losses
 from megacompile.passes.schedule.assign_slots import assign_slots
 from megacompile.passes.schedule.device_update import insert_device_update, insert_updates
 from megacompile.passes.schedule.differentiate import differentiate

@@ -22,13 +22,14 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.ir import ops, signature
+from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.edges import token_of
 from megacompile.ir.ops import Part, Takes, Value, effects
 from megacompile.ir.stages import ArgRef, SavedRef, Stage
 from megacompile.ir.values import (
     bucket_of,
+    elsewhere,
     fetched_from,
     groups,
     kind_of,
@@ -37,6 +38,7 @@ from megacompile.ir.values import (
     producer,
     reads,
     taken,
+    tangents_of,
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
@@ -139,7 +141,7 @@ def _made_of(value: Any) -> Any:
 
 def _read_on_the_device(view: View) -> Iterator[Hazard]:
     """Ops other than fetches take values in device memory, and no tokens."""
-    names = signature.elsewhere(view.schedule.forward)
+    names = elsewhere(view.schedule.forward)
     for node in view.that(lambda op: op.frees is None):
         allowed = [taken(node, kind) for kind in _COPIES]
         for value in reads(node):
@@ -177,7 +179,7 @@ class _Stages:
         self.root: dict[fx.Node, fx.Node] = {}  # value in the forward -> the input in its memory
         inputs = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
         if view.name == "backward":
-            outputs, names = ops.returned(view.schedule.forward)[0], signature.tangents(view.graph)
+            outputs, names = ops.returned(view.schedule.forward)[0], tangents_of(view.graph)
             tangents = [k for k in view.schedule.tangents if k < len(outputs)]
             self.gradients = {outputs[k]: names.get(k, "") for k in tangents}
         else:
@@ -207,11 +209,10 @@ class _Stages:
                 return True
             again = producer(value)
             if again.target is ops.rerun:
-                made, call = value.args[1], producer(source)
-                own = ops.arguments(again)[0].index
-                stages = [call] if call.target is ops.forward else []
-                same = own in [ops.arguments(stage)[0].index for stage in stages]
-                return same and made == source.args[1]
+                call = producer(source)
+                if call.target is not ops.forward or value.args[1] != source.args[1]:
+                    return False
+                return bool(ops.arguments(again)[0].index == ops.arguments(call)[0].index)
             known = [user.name for user in source.users if effects(user).gives is Value.COPY]
             return fetched_from(self.view.copies, value).name in (source.name, *known)
 
@@ -327,7 +328,7 @@ def saved_values(views: list[View]) -> Iterator[Hazard]:
         yield forward.hazard(HazardKind.HANDED_ON, forward.graph.output_node(), None, message)
     for view in (view for view in others if view.name == "backward"):
         # it may take fewer if the gradients of its outputs need fewer
-        tangents = signature.tangents(view.graph)
+        tangents = tangents_of(view.graph)
         known = {*names, *(tangents[k] for k in view.schedule.tangents if k in tangents)}
         for node in view.graph.find_nodes(op="placeholder"):
             if node.name not in known and token_of(node) is None:

@@ -1,4 +1,4 @@
-"""Rewrites calls that Dynamo captures in a form that cannot be cut into stages.
+"""Rewrites calls that Dynamo captures: most cannot be cut into stages as they are.
 
 `inline_checkpoints` inlines the bodies of activation checkpoints. `plan` decides what to save and
 what to recompute, for every stage alike. A model's results do not depend on its checkpoints.
@@ -22,6 +22,12 @@ model (see `megacompile.compat.kernels`).
 
     before: transformers.grouped_mm_fallback(x, weight, offs)
     after:  megacompile.grouped_mm(x, weight, offs)
+
+`widen_losses` computes losses in float32, whatever `compute_dtype` is: a loss sums many small
+numbers. So does `torch.autocast`, on a GPU for `log_softmax` too.
+
+    before: loss = cross_entropy(logits, y)
+    after:  loss = cross_entropy(logits.float(), y)
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput
+from megacompile.passes.capture.propagate import propagate
 
 
 def inline_checkpoints(capture: Capture) -> Capture:
@@ -167,3 +174,45 @@ def _others(graph: fx.Graph, device: torch.device) -> list[tuple[fx.Node, Any]]:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     each = [(node, compat.eager_grouped_mm(node.target, device)) for node in calls]
     return [(node, target) for node, target in each if target is not None]
+
+
+# Functions of torch.nn.functional, their callees, and methods, by name.
+_LOSSES = {
+    *("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
+    *("gaussian_nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "ctc_loss"),
+    *("soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss"),
+    *("multilabel_soft_margin_loss", "triplet_margin_loss"),
+}
+_LOG_SOFTMAX = "log_softmax"
+
+
+def widen_losses(capture: Capture, *, compute_dtype: torch.dtype) -> Capture:
+    """The capture with losses whose inputs are never in `compute_dtype`; the same capture if
+    nothing changes."""
+    names = _LOSSES | ({_LOG_SOFTMAX} if capture.device.type == "cuda" else set())
+    if not any(_is_loss(node, names) for node in capture.module.graph.nodes):
+        return capture
+    own = capture.fresh()
+    values = propagate(own)
+    for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
+        for given in dict.fromkeys(node.all_input_nodes):
+            if getattr(values.of.get(given), "dtype", None) is compute_dtype:
+                with own.module.graph.inserting_before(node):
+                    wide = own.module.graph.call_method("float", (given,))
+                wide.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+                node.replace_input_with(given, wide)
+    return own
+
+
+def _is_loss(node: fx.Node, names: set[str]) -> bool:
+    """True for a function of torch without an explicit dtype."""
+    method = isinstance(node.target, str)
+    name = node.target if method else getattr(node.target, "__name__", "")
+    if name not in names or node.op not in ("call_function", "call_method"):
+        return False
+    if name == _LOG_SOFTMAX:
+        return node.kwargs.get("dtype") is None and len(node.args) <= 2
+    module = getattr(node.target, "__module__", None) or "torch"
+    return not method and module.split(".")[0] == "torch"

@@ -35,14 +35,8 @@ __all__ = ["Values", "propagate"]
 
 
 def propagate(capture: Capture, *, recall: bool = True) -> Values:
-    """Run `capture` on fake tensors.
-
-    Args:
-        recall: reuse the result of an operation for equal operations.
-
-    Raises:
-        UnsupportedGraphError: an operator has no fake kernel, or a shape that depends on data.
-    """
+    """Run `capture` on fake tensors; with `recall`, one of equal operations. Raises
+    UnsupportedGraphError if an operator has no fake kernel, or a shape that depends on data."""
     if recall:
         try:
             return _run(Recalling(capture, Values()))

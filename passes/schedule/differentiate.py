@@ -20,8 +20,8 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import tangent_of
 from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
+from megacompile.ir.values import tangent_of
 from megacompile.passes.edit import add_item, last_item, needed_for, saved_value, set_saved_values
 
 

@@ -53,14 +53,8 @@ class _LayoutIsFixed(Exception):
 
 
 def lay_channels_last(joint: fx.GraphModule) -> fx.GraphModule:
-    """The joint graph, with values between convolutions in channels_last layout; the same graph if
-    Inductor would not change it either, or if it has no convolution.
-
-    Its results keep their strides.
-
-    Args:
-        joint: a graph of ATen operators without symbols; not changed.
-    """
+    """The joint graph, without symbols, with values between convolutions in channels_last layout;
+    the same graph if Inductor would not change it either. Its results keep their strides."""
     convolutions = joint.graph.find_nodes(op="call_function", target=aten.convolution.default)
     if not convolutions or not compat.prefers_channels_last(joint):
         return joint

@@ -158,11 +158,7 @@ def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.GraphToCompile]:
 
 
 def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:
-    """Lower a template's graph.
-
-    Args:
-        take: called before this process compiles a graph.
-    """
+    """Lower a template's graph; `take` is called before this process compiles a part of it."""
     for part in _parts(module):
         take(part)
     return _lowered(module, _function)
@@ -278,10 +274,8 @@ def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
 
 
 def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Function]) -> Function:
-    """The function of a graph of pieces; `lower` lowers a tile's graph.
-
-    Each value is freed after its last use, as in the graph's Python.
-    """
+    """The function of a graph of pieces, which frees each value after its last use; `lower` lowers
+    a tile's graph."""
     graph = compat.copy_graph(module.graph)
     for node, piece in pieces_of(graph):
         node.target = _of_piece(piece, lower)
@@ -304,10 +298,8 @@ def _of_piece(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Func
 
 
 def _loop(piece: Piece, functions: dict[Tile, Function], *inputs: Tensor) -> list[Tensor]:
-    """The loop over tiles.
-
-    CUT results are written into the whole result, so their peak memory is the whole plus one tile.
-    """
+    """The loop over tiles. CUT results are written into the whole result, so their peak memory is
+    the whole plus one tile."""
     results = [
         meta.empty()
         if kind is Result.CUT

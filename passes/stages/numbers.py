@@ -31,11 +31,8 @@ _SCATTER = torch.ops.aten.slice_scatter.default
 
 
 def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
-    """Compute every int of a traced graph from its number inputs, in place.
-
-    Sizes read from tensors would make the graph depend on tensors that it does not need otherwise.
-    Floats keep their computation: another order would round differently.
-    """
+    """Compute every int of a traced graph from its number inputs, in place: sizes would be read
+    from tensors that it does not need otherwise. Floats keep their computation, and rounding."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     numbers = {
@@ -80,11 +77,8 @@ def restore_floats(module: fx.GraphModule) -> None:
 
 
 def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.GraphModule:
-    """Make a backward recompute the numbers from its forward, except primals; in place.
-
-    Args:
-        joint: its joint graph, after `compute_ints`.
-    """
+    """Make a backward recompute the numbers from its forward, except primals; in place. `joint` is
+    its joint graph, after `compute_ints`."""
     graph = backward.graph
     sources = {node.name: node for node in joint.graph.nodes}
     for node in graph.find_nodes(op="placeholder"):
@@ -119,12 +113,8 @@ def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
 
 
 def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
-    """A graph whose values have planned sizes in addition to their symbols.
-
-    Args:
-        module: not changed; it may have other planned sizes.
-        values: the symbols' planned values.
-    """
+    """A graph whose values have these planned sizes in addition to their symbols. `module`, which
+    may have others, is not changed."""
     graph = compat.copy_graph(module.graph)
     memo: dict[Any, Any] = {}
     with compat.fake_mode():

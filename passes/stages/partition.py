@@ -31,9 +31,9 @@ from megacompile.ir.capture import (
     TensorInput,
 )
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import input_of
 from megacompile.ir.stages import ArgRef, ParamRef, Stage
 from megacompile.ir.tensors import Meta, Number, TensorMeta, symbols_in
+from megacompile.ir.values import input_of
 from megacompile.passes.capture.interpret import Interpreter, number_of
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.edit import add_item, written
@@ -172,10 +172,8 @@ class _Builder:
         )
 
     def _numbers(self, body: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-        """The graph's number inputs that occur in a segment's expressions.
-
-        A number computed by another segment is recomputed from these.
-        """
+        """The graph's number inputs that occur in a segment's expressions, also those of numbers
+        that another segment computes."""
         if self.values.symbols is None:
             return []
         read = [source for node in body for source in node.all_input_nodes]

@@ -28,19 +28,13 @@ _AGAIN = 16  # maximum number of recomputed nodes per value
 
 @dataclass(slots=True)
 class Members:
-    """The nodes of a piece.
-
-    Args:
-        in_tiles: it runs in tiles.
-        nodes: in execution order, each with its action on tokens; None in a whole piece.
-        again: nodes that an earlier piece has computed too.
-        reads: values of earlier pieces, and inputs of the graph.
-    """
+    """The nodes of a piece."""
 
     in_tiles: bool
+    # in execution order, each with its action on tokens; None in a whole piece
     nodes: dict[fx.Node, Act | None] = field(default_factory=dict)
-    again: set[fx.Node] = field(default_factory=set)
-    reads: set[fx.Node] = field(default_factory=set)
+    again: set[fx.Node] = field(default_factory=set)  # that an earlier piece has computed too
+    reads: set[fx.Node] = field(default_factory=set)  # of earlier pieces, and inputs of the graph
 
 
 def divide(graph: fx.Graph, acts: dict[fx.Node, Act]) -> list[Members]:

@@ -213,10 +213,8 @@ class _Tracer:
         return joint
 
     def _trace(self) -> fx.GraphModule:
-        """The joint graph.
-
-        (primals, tangents, partial gradients) -> (outputs, new values, gradients)
-        """
+        """The joint graph: (primals, tangents, partial gradients) -> (outputs, new values,
+        gradients)."""
         if self.lowering is not Lowering.EAGER:
             joint = self._traced(compat.fake_mode(), compat.inductor_decompositions())
             return lay_channels_last(joint)

@@ -61,17 +61,13 @@ def tile(
         try:
             return _Writer(module, members, lengths, tokens.count).write()
         except _NoPart as wrong:
-            if wrong.node in rejected:  # another attempt would not help
+            if wrong.args[0] in rejected:  # another attempt would not help
                 return module
-            rejected.add(wrong.node)
+            rejected.add(wrong.args[0])
 
 
 class _NoPart(Exception):
-    """Raised for a node whose result for a tile is not the tile of its whole result."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(node)
-        self.node = node
+    """Raised with a node whose result for a tile is not the tile of its whole result."""
 
 
 Read = tuple[fx.Node, Axis | None]

@@ -111,11 +111,8 @@ def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _moved(move: Move) -> Rule:
-    """The rule of such an operator.
-
-    Args:
-        move: (node, its first operand, the operand's axis, tokens) -> the axis of its results.
-    """
+    """The rule of such an operator, from (node, its first operand, the operand's axis, tokens) ->
+    the axis of its results."""
 
     def rule(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
         source, value = node.args[0], node.meta["val"]
@@ -325,14 +322,9 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The cut dimension of a model's activations.
+    """The cut dimension of a model's activations."""
 
-    Args:
-        shape: the shape of an activation.
-        dim: the cut dimension.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of an activation
     dim: int
 
     @property
@@ -361,8 +353,7 @@ def find_tokenwise(
     """The tokenwise nodes of a graph, with their actions.
 
     Args:
-        graph: a graph of ATen operators with fake tensors in `meta["val"]`.
-        tokens: the cut dimension.
+        graph: of ATen operators, with fake tensors in `meta["val"]`.
         whole: names of the placeholders without tokens.
         rejected: nodes to treat as not tokenwise despite the rules.
     """

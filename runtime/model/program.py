@@ -30,10 +30,8 @@ from megacompile.ir.capture import (
 )
 from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import computed_outputs, expected_tangents
-from megacompile.ir.signature import inputs as inputs_of
 from megacompile.ir.tensors import Number, Symbols
-from megacompile.ir.values import bytes_of
+from megacompile.ir.values import bytes_of, computed_outputs, expected_tangents, inputs_of
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.pipeline import Planned
 from megacompile.runtime.ops.executor import Executor

@@ -23,10 +23,9 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.edges import Collectives, token_of
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.signature import elsewhere, tangents
 from megacompile.ir.stages import ParamRef
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import borrowed, left_of
+from megacompile.ir.values import borrowed, elsewhere, left_of, tangents_of
 from megacompile.runtime.device.replay import captured
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.compute import ComputeOps, UpdateOps
@@ -57,7 +56,7 @@ class Executor:
         self._order = [bucket.key for bucket in schedule.buckets]
         self.elsewhere = elsewhere(schedule.forward)
         self.borrowed = borrowed(schedule)
-        self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
+        self.tangents = {} if schedule.backward is None else tangents_of(schedule.backward)
         self.constants_in = {name: _constants(graph) for name, graph in schedule.graphs.items()}
         self.constants = {k: v for found in self.constants_in.values() for k, v in found.items()}
         self._left = list(left_of(schedule))
