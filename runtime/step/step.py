@@ -162,10 +162,10 @@ class Updates:
                     part = self.parts.part(optimizer, bucket, found[key], options)
                     parts.append(part)
                     part.prepare(ready)
-                rehearse(where, optimizer, part, self._rehearsed)
                 if self.parts.helps and part.suits_chunks():
                     part.on_device = True
                     bucket.states.lock(optimizer)
+            rehearse(where, optimizer, parts, self._rehearsed)
         except BaseException:
             for part in parts:
                 part.drop()

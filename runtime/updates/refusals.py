@@ -157,30 +157,31 @@ def _check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) 
         )
 
 
-def rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, well: set[object]) -> None:
-    """Run torch.optim's own step on small stand-in tensors before a prepared update that uses it.
+def rehearse(
+    where: str, optimizer: Optimizer, updates: Iterable[BucketUpdate], well: set[object]
+) -> None:
+    """Run torch.optim's own step on small stand-in tensors before prepared updates that use it.
     `well` has the keys of those that succeeded, which are not repeated: the class, the options, and
     metadata of a parameter, its gradient and its states. Raises OptimizerError: includes the step's
     error."""
-    if update.backend.by_rule:
-        return
-    kinds: dict[tuple[int, tuple[object, ...]], ParamUpdate] = {}
-    for step in update.steps:
-        value = update.bucket.values[step.index]
-        states = [
-            (name, getattr(state, "dtype", type(state)), getattr(state, "ndim", 0))
-            for name, state in step.states.items()
-        ]
-        kind = (value.dtype, step.grad.dtype, value.dim(), *states)
-        kinds.setdefault((id(step.group), kind), step)
-    for (_, looks), step in kinds.items():
-        options = tuple([(name, type(v), repr(v)) for name, v in step.group.items()])
-        known = (type(optimizer), options, looks)
-        if known not in well:
-            _rehearse(where, optimizer, update, step)
-            if len(well) > _REMEMBERED:
-                well.clear()
-            well.add(known)
+    options: dict[int, object] = {}  # by id of the group
+    for update in updates:
+        for step in () if update.backend.by_rule else update.steps:
+            if id(step.group) not in options:
+                group = [(name, type(value), repr(value)) for name, value in step.group.items()]
+                options[id(step.group)] = tuple(group)
+            value, grad = update.bucket.values[step.index], step.grad
+            states = [
+                (name, getattr(state, "dtype", type(state)), getattr(state, "ndim", 0))
+                for name, state in step.states.items()
+            ]
+            looks = (value.dtype, grad.dtype, value.dim(), *states)
+            known = (type(optimizer), options[id(step.group)], looks)
+            if known not in well:
+                _rehearse(where, optimizer, update, step)
+                if len(well) > _REMEMBERED:
+                    well.clear()
+                well.add(known)
 
 
 def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: ParamUpdate) -> None:
