@@ -20,7 +20,6 @@ from megacompile.runtime.ops.machine import Group, OpGroup, handles
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates import on_device
-from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import Sources, UpdateBuffers
 from megacompile.runtime.updates.update import ParamUpdate, untimed, update_residents
 
@@ -413,9 +412,3 @@ class UpdateOps(OpGroup):
             return Handle(None, Stream.HOST)
         machine.device_update.flying.append(left.host)
         return Handle(flying, Stream.HOST, host=left.host.pending)
-
-    @property
-    def _in_backward(self) -> InBackward:
-        updates = self.machine.in_backward
-        assert updates is not None, "a schedule with updates, and no optimizer"
-        return updates

@@ -230,6 +230,12 @@ class OpGroup:
         assert ranks is not None, "a schedule of several ranks, and no mesh"
         return ranks
 
+    @property
+    def _in_backward(self) -> InBackward:
+        updates = self.machine.in_backward
+        assert updates is not None, "a schedule with updates, and no optimizer"
+        return updates
+
     def _note(self, request: Request) -> None:
         """Record the times of a read or a write in a trace."""
         if self.recording is not None:

@@ -264,10 +264,8 @@ class StreamingOps(OpGroup):
             what = f"{bucket.label}WRITE_STATE of {host.layout.name!r}"
             before = _after(handle.event for handle in handles(after))
             written = staging.write(staged, None, what, host.pending.in_flight, before)
-            updates = self.machine.in_backward
-            params = [] if updates is None else list(updates.running[bucket.key])
-            visible = [] if updates is None else updates.visible(host)
-            host.pending.go_on(written, params, visible)
+            params, visible = self._in_backward.running[bucket.key], self._in_backward.visible(host)
+            host.pending.go_on(written, list(params), visible)
         return self._write(host, staged)
 
     def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
@@ -294,13 +292,11 @@ class StreamingOps(OpGroup):
         if lease is None:
             return Handle(None, Stream.WRITE)
         if lease.write is None:  # else it is the host's update, and in flight with it
-            updates = self.machine.in_backward
-            assert updates is not None, "new parameters, and no update"
             first = host.pending.in_flight
             end = None if first is None else first.last_write(Part.WEIGHTS)
             there = None if end is None else end.event  # before states
             ends = [handle.event for handle in handles(after)] if there is None else [there]
-            params = list(updates.running[bucket.key])
+            params = list(self._in_backward.running[bucket.key])
             what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
             written = staging.write(lease, params, what, first, _after(ends))
             host.pending.go_on(written, params, ())

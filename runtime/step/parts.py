@@ -39,7 +39,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible_on_disk,
 )
 from megacompile.runtime.step import hooks
-from megacompile.runtime.updates.compiled import compiled, kind_of
+from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.on_device import UpdateOffer
 from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend, UpdatePlace
 
@@ -281,7 +281,6 @@ class StepParts:
             buckets = self.machine.buckets.values()
             trained = [p for bucket in buckets for p in bucket.params if p.requires_grad]
             found = [(ADAM, [{**USUAL, "params": trained}])]
-        kinds: dict[object, tuple[OptimizerRule, Update]] = {}
         for rule, groups in found:
             for group in groups if rule is not None else ():
                 if rule is None or not all(o.fits(group.get(o.name)) for o in rule.options):
@@ -289,10 +288,7 @@ class StepParts:
                 for param in group["params"]:
                     place = self.machine.gradients.place(param)
                     if place is not None and place[0] not in resident and param.numel() > 1:
-                        update = self._like(rule, group, param, *place)
-                        kinds[rule, kind_of(update)] = rule, update
-        for rule, update in kinds.values():
-            compiled(rule).expect(update)
+                        compiled(rule, self._like(rule, group, param, *place))
 
     def _like(
         self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int

@@ -49,75 +49,58 @@ Kind = tuple[str, ...]
 
 
 class Compiled:
-    """The compiled updates of one rule, by kind."""
+    """The C++ code of one kind of a rule's updates; it is being compiled from the start."""
 
-    def __init__(self, rule: OptimizerRule) -> None:
+    def __init__(self, rule: OptimizerRule, update: Update) -> None:
         self.rule = rule
-        self._codes: dict[Kind, Code | None] = {}  # None: refused
-        self._in_process: dict[Kind, tuple[CompileRequest, Process]] = {}  # being compiled
+        self.code: Code | None = None
+        self.done = False  # True once there is code, or it is refused
+        self._request: CompileRequest | None = None  # None: no process can be asked
+        self._process: Process | None = None  # while it compiles
         at_fork(self)
-
-    def expect(self, update: Update) -> None:
-        """Start compiling updates of this kind, unless done already."""
-        kind = kind_of(update)
-        if kind not in self._codes and kind not in self._in_process:
-            self._begin(kind, update)
-
-    def ready(self, update: Update) -> bool:
-        """True if the code for this kind of update is ready."""
-        kind = kind_of(update)
-        if kind in self._in_process:
-            request, process = self._in_process[kind]
-            if process.status is None:
-                return False
-            del self._in_process[kind]
-            refused, why = process.status == _REFUSED, process.complaint()
-            process.stop()
-            if refused:
-                self._refuse(kind, why)
-            else:
-                self._take(kind, update, request)
-        elif kind not in self._codes:
-            asked = self._begin(kind, update)
-            if kind in self._in_process:
-                return False
-            self._take(kind, update, asked)
-        return self._codes[kind] is not None
-
-    def __call__(self, update: Update) -> None:
-        code = self._codes[kind_of(update)]
-        assert code is not None
-        code(*arguments(update))
-
-    def wait(self) -> None:
-        for _, process in list(self._in_process.values()):
-            process.wait()
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Forget the parent's processes in a child of a fork, which compiles by itself."""
-        if in_child:
-            self._in_process.clear()
-
-    def _begin(self, kind: Kind, update: Update) -> CompileRequest | None:
-        """Ask the second process for the code, unless it is in the caches; None: it cannot be
-        asked."""
         folder = compat.code_cache()
         if folder is None or not sys.executable:
-            return None
+            return
         try:
-            request = CompileRequest.of(self.rule, update, folder)
-            if not os.path.exists(request.note):
-                self._in_process[kind] = request, Process(__name__, pickle.dumps(request))
-                log.logger("compile").info("%s: compiling to C++ in the background", self.rule.name)
+            self._request = CompileRequest.of(rule, update, folder)
+            if not os.path.exists(self._request.note):
+                self._process = Process(__name__, pickle.dumps(self._request))
+                log.logger("compile").info("%s: compiling to C++ in the background", rule.name)
         except Exception as error:  # no process, or functions in Inductor's options
             text = "%s: no process can compile to C++ in the background: %s"
-            log.logger("compile").info(text, self.rule.name, error)
-            return None
-        return request
+            log.logger("compile").info(text, rule.name, error)
+            self._request = None
 
-    def _take(self, kind: Kind, update: Update, request: CompileRequest | None) -> None:
+    def ready(self, update: Update) -> bool:
+        """True if the code is ready; `update` is of its kind."""
+        if self._process is not None:
+            if self._process.status is None:
+                return False
+            process, self._process = self._process, None
+            if process.status == _REFUSED:
+                self._refuse(process.complaint())
+            process.stop()
+        if not self.done:
+            self._take(update)
+        return self.code is not None
+
+    def __call__(self, update: Update) -> None:
+        assert self.code is not None
+        self.code(*arguments(update))
+
+    def wait(self) -> None:
+        """Wait until the second process has compiled it."""
+        if self._process is not None:
+            self._process.wait()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Forget the parent's process in a child of a fork, which compiles by itself."""
+        if in_child:
+            self._process = None
+
+    def _take(self, update: Update) -> None:
         """Load the code from the caches, or compile it, if the second process has not done so."""
-        before, start = compat.cache_counts(), time.perf_counter()
+        before, start, request = compat.cache_counts(), time.perf_counter(), self._request
         options = options_now()
         settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if request is not None:
@@ -127,16 +110,17 @@ class Compiled:
                 compat.use_vector_isas(json.loads(Path(request.note).read_text()))
         try:
             with settings:
-                self._codes[kind] = compile_update(self.rule, update, options)
+                self.code = compile_update(self.rule, update, options)
         except RuntimeError as error:
-            self._refuse(kind, str(error).strip().partition("\n")[0])
+            self._refuse(str(error).strip().partition("\n")[0])
             return
+        self.done = True
         (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
         UPDATES.add(found=found, made=made, time_s=time_s)
         log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
 
-    def _refuse(self, kind: Kind, why: str) -> None:
-        self._codes[kind] = None
+    def _refuse(self, why: str) -> None:
+        self.done = True
         notices.warn(
             f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; it runs "
             "eagerly, with the same results but slower; install a C++ compiler that torch.compile "
@@ -145,18 +129,19 @@ class Compiled:
         )
 
 
-def compiled(rule: OptimizerRule) -> Compiled:
-    """The compiled updates of a rule. Thread-safe."""
-    return _COMPILED.get(rule) or _COMPILED.setdefault(rule, Compiled(rule))
+def compiled(rule: OptimizerRule, update: Update) -> Compiled:
+    """The code of this kind of update. Thread-safe."""
+    key = rule, kind_of(update)
+    return _COMPILED.get(key) or _COMPILED.setdefault(key, Compiled(rule, update))
 
 
-_COMPILED: dict[OptimizerRule, Compiled] = {}
+_COMPILED: dict[tuple[OptimizerRule, Kind], Compiled] = {}
 
 
 def wait_until_compiled() -> None:
     """Wait for all updates that the second process compiles; the next step uses them."""
-    for rule in RULES:
-        compiled(rule).wait()
+    for each in list(_COMPILED.values()):
+        each.wait()
 
 
 # The code.

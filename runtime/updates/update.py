@@ -43,7 +43,7 @@ from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_sta
 from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import apply, update_bucket
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.compiled import compiled, kind_of
+from megacompile.runtime.updates.compiled import compiled
 
 
 @dataclass(eq=False, slots=True)
@@ -240,7 +240,7 @@ class BucketUpdate:
             if self.backend.by_rule:
                 for update in self._take_runs():
                     if self.backend is UpdateBackend.COMPILED and _has_code(update):
-                        compiled(self.rule)(update)
+                        compiled(self.rule, update)(update)
                     else:
                         apply(self.rule, update)
                 return
@@ -264,10 +264,10 @@ class BucketUpdate:
             self.runs = self._runs()
         for update in self.runs if self.backend is UpdateBackend.COMPILED else ():
             if _has_code(update):
-                kind = (self.rule, kind_of(update))
-                if kind not in done:
-                    done[kind] = compiled(self.rule).ready(update)
-                if not done[kind]:
+                code = compiled(self.rule, update)
+                if code not in done:
+                    done[code] = code.ready(update)
+                if not done[code]:
                     self.backend = UpdateBackend.TORCH
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
