@@ -431,7 +431,7 @@ class Adapter(nn.Module):
 
 
 def test_full_parameters_of_an_adapter_that_is_not_merged() -> None:
-    model = megacompile(nn.Sequential(Adapter()), device="cpu", lowering="eager")
+    model: Any = megacompile(nn.Sequential(Adapter()), device="cpu", lowering="eager")
     with pytest.raises(ModelError, match="not merged"):
         full_parameters(model)
     model[0].merged = True

@@ -317,7 +317,7 @@ def test_ctrl_c_while_it_waits(disk: Memory) -> None:
 def test_a_place_that_the_disk_refused_is_used_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = disk_of(tmp_path).file
+    file = disk_of(tmp_path)
     first = file.take(3 * PAGE)
 
     def full(*args: Any) -> None:
@@ -330,10 +330,10 @@ def test_a_place_that_the_disk_refused_is_used_later(
 
 
 def test_free_ranges_of_other_sizes_are_given_up_for_a_saved_tensor(tmp_path: Path) -> None:
-    machine = inside.machine(
+    machine: Any = inside.machine(
         megacompile(torch.nn.Linear(2, 2), device="cpu", disk=tmp_path, disk_memory=64 * PAGE)
     )
-    file, saved = machine.disk.file, machine.saved_disk
+    file, saved = machine.disk, machine.saved_disk
     saved.give_back(saved.lend(32 * PAGE))
     saved.forget()  # but its peak is known
     saved.give_back(saved.lend(16 * PAGE))
