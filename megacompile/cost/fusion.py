@@ -2,19 +2,18 @@
 
     ATen graph  ->  kernels: matrix products | attention | scatters | groups of the rest, fused
 
-[Note: fusion] Inductor calls libraries for matrix products and attention, calls operators of other
-packages directly, and generates kernels for the rest. Elementwise nodes cost nothing by themselves
-because they are computed in their readers. A value is *realized*, written to memory, if a library
-call, the reader of a reduction or the caller needs it, or if several readers would repeat too much
-work. Realized nodes that no library call separates and that reduce in the same direction share one
-kernel, which reads and writes only the values that cross its border. A value that depends on a
-number reduced from a whole tensor (the scale of an fp8 cast) needs a second kernel, which reads
-that tensor again. Without fusion (lowering "eager") every node is a kernel.
+[Note: fusion] Inductor calls libraries for matrix products and attention and operators of other
+packages, and generates kernels for the rest. Elementwise nodes are computed in their readers. A
+value is *realized*, written to memory, if a library call, the reader of a reduction or the caller
+needs it, or if several readers would repeat too much work. Realized nodes that no library call
+separates and that reduce in the same direction share one kernel, which reads and writes only the
+values that cross its border. A value that depends on a number reduced from a whole tensor (the
+scale of an fp8 cast) needs a second kernel. Without fusion (lowering "eager") every node is a
+kernel.
 
-[Note: instructions] Elementwise nodes are computed in every kernel that reads them. With many or
-slow ones, such as casts to fp8 after silu, a kernel is bound by its instructions and not by its
-bytes. A kernel that reduces long rows and then uses the result passes over them twice, the second
-time from the cache, and computes everything twice.
+[Note: instructions] With many or slow elementwise nodes, such as casts to fp8 after silu, a kernel
+is bound by its instructions and not by its bytes. A kernel that reduces long rows and then uses the
+result passes over them twice, the second time from the cache, and computes everything twice.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _of_sheet(
 # 16 lanes, 4.0 half of that; NVLink has 450 GB/s per direction on the H100 and 300 on the A100.
 # Hosts: a server like the H200's; two channels of DDR5-5600 (90 GB/s) and DDR4-3200 (51 GB/s) at 80
 # %. Memory is the size that torch reports, slightly below the sheet's.
-_GPUS = {
+GPUS = {
     "h200": H200,
     "h100": _of_sheet(
         *("NVIDIA H100 SXM", 79 * 2**30, 3350.0, 989.0, 67.0, 63.0, 150.0),
@@ -214,12 +214,7 @@ _GPUS = {
     "3090": _of_sheet("NVIDIA GeForce RTX 3090", 24080 * 2**20, 936.0, 71.2, 35.6, 31.5, 41.0),
     "3080": _of_sheet("NVIDIA GeForce RTX 3080", 9980 * 2**20, 760.0, 59.5, 29.8, 31.5, 41.0),
 }
-NAMES = (*_GPUS, "this")
-
-
-def of_sheet(name: str) -> Hardware | None:
-    """The machine of a name in `NAMES`; None for other names and for "this", which has no sheet."""
-    return _GPUS.get(name)
+NAMES = (*GPUS, "this")
 
 
 # Copies if the system limits page-locked memory. A copy from or to pageable memory goes through a
@@ -232,10 +227,11 @@ SHARE = 0.5  # of the rate of a copy from or to page-locked memory
 
 def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
     """The machine with the copy rates that apply if `host_bytes` of host memory are used."""
-    share = _rate_share(hardware, host_bytes)
-    if share == 1.0:
+    share = pageable_bytes(hardware, host_bytes) / max(host_bytes, 1)
+    if not share:
         return hardware
-    return replace(hardware, **{name: share * getattr(hardware, name) for name in _COPIES})
+    reached = 1 / (1 - share + share / SHARE)
+    return replace(hardware, **{name: reached * getattr(hardware, name) for name in _COPIES})
 
 
 def pageable_bytes(hardware: Hardware, host_bytes: int) -> int:
@@ -250,20 +246,13 @@ def pageable_words(hardware: Hardware, host_bytes: int) -> str:
     pageable = pageable_bytes(hardware, host_bytes)
     if not pageable:
         return ""
-    locked_bytes, rate = hardware.locked_bytes or 0, _rate_share(hardware, host_bytes)
+    locked_bytes = hardware.locked_bytes or 0
+    rate = with_pageable(hardware, host_bytes).h2d_gb_s / hardware.h2d_gb_s
     return (
         f"page-locked memory: {format_bytes(host_bytes)} needed, {format_bytes(locked_bytes)} "
         f"available: {format_bytes(pageable)} stay pageable, copies from and to the host run at "
         f"{rate:.0%} of their rate"
     )
-
-
-def _rate_share(hardware: Hardware, host_bytes: int) -> float:
-    """The share of the page-locked rate that copies reach."""
-    if not (pageable := pageable_bytes(hardware, host_bytes)):
-        return 1.0
-    share = pageable / host_bytes
-    return 1 / (1 - share + share / SHARE)
 
 
 # Plans are also compared on a slower host.

@@ -36,12 +36,6 @@ def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analys
     return found[1]
 
 
-def copies_of(node: fx.Node) -> int:
-    """Number of copies that an op issues: one for a bucket's parameters, one for each gradient."""
-    copies = ops.effects(node).copies
-    return 1 if copies is None else copies(node)
-
-
 def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
     """Seconds that a compute node takes alone."""
     op = ops.effects(node)

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from megacompile import compat, notices, numa
-from megacompile.cost.hardware import H200, NAMES, Hardware, least, of_sheet
+from megacompile.cost.hardware import GPUS, H200, NAMES, Hardware, least
 from megacompile.errors import OptionError
 from megacompile.host_memory import pinned_empty, total_bytes
 from megacompile.progress import phase
@@ -406,7 +406,7 @@ def known(name: str) -> Hardware:
     key = name.lower() if isinstance(name, str) else name
     if key == "this":
         return load("cuda" if torch.cuda.is_available() else "cpu")
-    found = of_sheet(key)
+    found = GPUS.get(key)
     if found is None:
         raise OptionError(
             f"known(): got {name!r}; needed one of {', '.join(NAMES)}; or pass a "

@@ -22,7 +22,7 @@ from functools import cached_property
 from torch import fx
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.ops import copies_of, node_s
+from megacompile.cost.ops import node_s
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
@@ -161,7 +161,7 @@ class _Amounts:
         if op.gathered is not None:
             return self._exchanged(ops.arguments(node)[0], op.gathered(node), item.of_replicas)
         if item.queue != COMPUTE:
-            return self._copy(self._moved_bytes(node), copies_of(node))
+            return self._copy(self._moved_bytes(node), op.copies(node) if op.copies else 1)
         return node_s(node, self.hardware, fused=self.fused)
 
     def _halves(self, node: fx.Node) -> list[float]:

@@ -1,24 +1,17 @@
 """Builds drafts of choices, decides what goes to the disk, and sizes host and disk.
 
-States are faster on the host, so as few buckets as necessary have theirs on the disk. Which ones
-depends on when a step uses them.
+States are faster on the host, so as few buckets as necessary have theirs on the disk.
 
-    exact            the last ones in forward order. Reads begin with `optimizer.step()`, and the
-                     next forward waits for updates in its order. So the drive has until the end of
-                     that forward for the last ones, and no other update waits for theirs.
-    in the backward  evenly spread, except for the end of the forward, where the backward begins.
-                     Neighboring buckets would wait for the drive, and leave it idle before and
-                     after.
+    exact            the last ones in forward order: the drive has until the end of the next forward
+                     for them, and no other update waits for theirs
+    in the backward  evenly spread, except for the end of the forward, so that the drive works
+                     during the whole backward
 
 If that is not enough, the parameters of as few buckets as necessary follow, provided that the
 search found nothing else (`megacompile.ir.plan.first_to_disk` orders them), and then saved tensors
-that wait on the host, from as few stages as necessary: the first ones, which wait the longest.
-
-Buckets that are much larger than most (an embedding, a head) come last, because each set of buffers
-must be as large as the largest of them. So must each slot; therefore large buckets become resident
-before most others if the backward takes states from a disk (`Problem.with_residents`).
-
-Decision 28 has figures.
+that wait on the host, of the first stages, which wait the longest. Buckets that are much larger
+than most (an embedding, a head) come last, because each set of buffers must be as large as the
+largest of them. Decision 28 has figures.
 """
 
 from __future__ import annotations

@@ -3,32 +3,26 @@
     before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD
     (forward: 0F 1F 2F)               (forward: 0F 1F DRAIN 2F)
 
-On its own the host may need longer for its updates than the next forward takes, while its memory
-and the h2d stream are mostly idle during the backward. So `insert_device_update` fetches the
-parameters and states of the buckets that the next forward reads first. The backward returns them
-with their gradients (`schedule.left`), and the update begins with them (see `update_graph`), while
-the host updates the others. The gradients are still offloaded, so that `p.grad` is complete. The
-fetches are spread over the backward after its first stage, the head, when the logits have been
-freed.
+The host may need longer for its updates than the next forward takes, while its memory and the h2d
+stream are mostly idle during the backward. So `insert_device_update` fetches parameters and states
+of the buckets that the next forward reads first, and the backward leaves them with their gradients
+(`schedule.left`) for the update (see `update_graph`). The gradients are still offloaded, so that
+`p.grad` is complete. The fetches begin after the backward's first stage, the head, when the logits
+have been freed.
 
     before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
     of a resident bucket:    2B 2UPDATE
 
 With `insert_updates` gradients never leave the device. An update follows the bucket's last gradient
-and its last reader in the backward. A resident bucket is updated in place, without copies or
-additional memory. For the others, the states are fetched `lookahead` stages ahead, in the order of
-the updates. The update reads the weights from their slot; memory for the new ones is not allocated
-before it runs. New weights and states are offloaded while the next stages compute.
-
-If ranks share a bucket, an update needs only this rank's part. If the stage of the update does not
-read the bucket (an embedding), the part is fetched with the states. A prefetch would be a gather,
-and ranks where the bucket is resident would not join it. Otherwise the part comes from the slot,
-which those ranks keep just as long.
+and its last reader in the backward, and reads the weights from their slot; memory for the new ones
+is not allocated before it runs. If ranks share a bucket, an update needs only this rank's part. If
+its stage does not read the bucket (an embedding), the part is fetched with the states, because a
+prefetch would be a gather, which ranks where the bucket is resident would not join.
 
 New values stay on the device during the next forward until they have reached the host: the frees of
 the last ones are deferred to a drain (see `insert_drain`), before the forward's last stage if the
-plan delays more of them (`plan.state_delay`). A forward without a backward drains too.
+plan delays more of them (`plan.state_delay`).
 """
 
 from __future__ import annotations
