@@ -15,8 +15,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile import option_checks as checks
-from megacompile.runtime.model import full_parameters as on_device
-from megacompile.runtime.model.restore import restore
+from megacompile.runtime.model import restore
 from megacompile.runtime.model.streamed import StreamedModel, streamed_around, streamed_model
 
 M = TypeVar("M", bound=nn.Module)
@@ -135,14 +134,13 @@ def _model_of_block(model: nn.Module) -> StreamedModel:
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter on the device under its Hugging Face name, for a weight sync.
 
-    A bucket is copied while the one before it is used, so two are on the device at a time.
-    Parameters come in the order of buckets. A tied parameter comes once, under its first name in
-    `named_parameters()`, as vLLM's `load_weights` and TRL expect. Names are relative to `model`,
-    which may be a module inside a megacompiled model: pass the inner model of a wrapper that adds a
-    prefix. PEFT's names become those of the base model, without the adapter's own parameters. Where
-    a checkpoint splits a parameter (experts that transformers merges), the name is that of the
-    parameter, as in TRL. With `mesh=`, all ranks must iterate over all parameters, and each gets
-    whole tensors.
+    One bucket is on the device at a time. Parameters come in the order of buckets. A tied parameter
+    comes once, under its first name in `named_parameters()`, as vLLM's `load_weights` and TRL
+    expect. Names are relative to `model`, which may be a module inside a megacompiled model: pass
+    the inner model of a wrapper that adds a prefix. PEFT's names become those of the base model,
+    without the adapter's own parameters. Where a checkpoint splits a parameter (experts that
+    transformers merges), the name is that of the parameter, as in TRL. With `mesh=`, all ranks must
+    iterate over all parameters, and each gets whole tensors.
 
     Works inside `released`, and while an update runs. Do not train during the iteration.
 
@@ -164,9 +162,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     inner = compat.without_torch_compile(model)
     streamed = streamed_around(inner, "full_parameters")
-    names = on_device.hugging_face_names(inner)
-    on_device.check(streamed, inner, names)
-    return on_device.full_parameters(streamed, names)
+    names = restore.hugging_face_names(inner)
+    restore.check(streamed, inner, names)
+    return restore.full_parameters(streamed, names)
 
 
 def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
@@ -204,5 +202,5 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
         model.generate(**inputs)
     """
     streamed = streamed_model(model, "unmegacompile")
-    restore(streamed, checks.device(checks.Given("device", device, {})))
+    restore.restore(streamed, checks.device(checks.Given("device", device, {})))
     return model

@@ -301,12 +301,12 @@ class ModelBuckets:
             self._make_proxies()
         for bucket in self.machine.buckets.values():
             pending = bucket.pending
-            if pending.in_flight is not None and pending.in_flight.done():
+            if pending.in_flight is not None and pending.done():
                 pending.wait()
             if pending.left:
                 pending.check()  # code that restores it may read it, but not train with it
             if bucket.has_copy:
-                bucket.pending.refresh()
+                pending.refresh()
         buffers_to(self.model, self.options.device, modules)
 
     def follow_plans(self) -> None:

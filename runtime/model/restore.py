@@ -1,4 +1,5 @@
-"""Makes a model a plain one again: its parameters move from the buckets to the host or a device.
+"""The parameters of a model elsewhere: whole on the device, for an inference engine next to it
+(`full_parameters`), or for good: the model becomes a plain one again (`restore`).
 
 Each bucket is freed once its parameters have their own memory, so peak memory is one bucket more.
 An interrupt in between leaves a megacompiled model: its next call takes over the parameters that
@@ -8,12 +9,15 @@ have left. Ranks that share the model do this together, and an interrupt in one 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
+from torch import nn
 
 from megacompile import compat
 from megacompile.errors import DeviceMemoryError, ModelError
+from megacompile.packed import packed_parameters
 from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.model_buckets import buffers_to, show_again
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
@@ -25,6 +29,84 @@ from megacompile.runtime.params.optimizer_states import free_states, state_bytes
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
+
+
+def hugging_face_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter in the model's checkpoint, by its id; tied parameters share one
+    name.
+
+    As in TRL: without the prefixes of PEFT and checkpoint wrappers, and without PEFT's own
+    parameters.
+    """
+    prefix = getattr(model, "prefix", None)  # of a PeftModel: "lora_"
+    adapter = prefix if isinstance(prefix, str) and hasattr(model, "peft_config") else None
+    names = {}
+    for name, param in model.named_parameters():
+        if adapter is not None:
+            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            if adapter in name or "original_module" in name:
+                continue
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        names[id(param)] = name
+    return names
+
+
+def check(streamed: StreamedModel, model: nn.Module, names: Mapping[int, str]) -> None:
+    """Raise a ModelError if a checkpoint does not have a model's weights: adapters of PEFT are
+    active but not merged, or parameters are packed (its names are those of unpacked weights); or if
+    one of them is in no bucket yet."""
+    for name, module in model.named_modules():
+        beside = hasattr(module, "base_layer") and getattr(module, "active_adapters", None)
+        off = getattr(module, "merged", True) or getattr(module, "disable_adapters", False)
+        if beside and not off:
+            raise ModelError(
+                f"full_parameters(): the adapter of {name!r} is not merged, and its weight is that "
+                "of the base model; call model.merge_adapter() first, and model.unmerge_adapter() "
+                "afterwards"
+            )
+    layers = {id(module): name for name, module in model.named_modules()}
+    for module, name, param in packed_parameters(model):
+        raise ModelError(
+            f"full_parameters(): parameter {name!r} of layer {layers[id(module)]!r} is a quantized "
+            f"{type(param).__name__}; needed unquantized weights; send only the adapters "
+            "(peft.get_peft_model_state_dict), to an engine with the same base"
+        )
+    known = {id(p) for bucket in streamed.machine.buckets.values() for p in bucket.params}
+    for key, name in names.items():
+        if key not in known:
+            raise ModelError(
+                f"full_parameters(): parameter {name!r} was added since the last call, and is in "
+                "no bucket yet; call the model once first"
+            )
+
+
+def full_parameters(
+    streamed: StreamedModel, names: Mapping[int, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters with these names (by parameter id), bucket by bucket, on the device.
+
+    Each bucket gets new memory, so a tensor that the caller keeps is never overwritten.
+    """
+    streamed.updates.check()  # before the first yield
+    device = streamed.options.device
+    for bucket in streamed.machine.buckets.values():
+        found: list[tuple[str, torch.Tensor]] = []
+        with streamed.buckets.alone, unguarded(), compat.on_host(), torch.no_grad():
+            bucket.pending.wait()
+            bucket.pending.refresh()
+            for param, value in zip(bucket.params, bucket.streamed, strict=True):
+                if id(param) in names:
+                    resident = bucket.resident is not None
+                    value = value.detach() if resident else value.to(device, copy=True)
+                    is_part = compat.is_sharded(param)
+                    value = compat.whole(param, value) if is_part else value
+                    found.append((names[id(param)], value))
+                del value
+        while found:  # without references to what the caller drops
+            yield found.pop(0)
 
 
 def restore(streamed: StreamedModel, device: torch.device) -> None:

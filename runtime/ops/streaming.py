@@ -265,7 +265,7 @@ class StreamingOps(OpGroup):
             before = _after(handle.event for handle in handles(after))
             written = staging.write(staged, None, what, host.pending.in_flight, before)
             params, visible = self._in_backward.running[bucket.key], self._in_backward.visible(host)
-            host.pending.go_on(written, list(params), visible)
+            host.pending.start(written, list(params), visible)
         return self._write(host, staged)
 
     def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
@@ -299,7 +299,7 @@ class StreamingOps(OpGroup):
             params = list(self._in_backward.running[bucket.key])
             what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
             written = staging.write(lease, params, what, first, _after(ends))
-            host.pending.go_on(written, params, ())
+            host.pending.start(written, params, ())
         return self._write(host, lease)
 
     def _write(self, host: HostBucket, lease: BucketLease) -> Handle:

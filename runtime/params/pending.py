@@ -152,12 +152,8 @@ class Pending(Completion):
         at_fork(self)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Record work on some parameters and states; users of these wait for it."""
-        assert self.in_flight is None, "a bucket serves one piece of work at a time"
-        self.go_on(work, updated, states)
-
-    def go_on(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Record work that continues, and includes, the work in flight."""
+        """Record work on some parameters and states; users of these wait for it. It continues, and
+        includes, the work in flight, if there is any."""
         if self.in_flight is None:
             self._changes += 1
             self._guarded, self._updated = [], []
@@ -263,8 +259,6 @@ class Pending(Completion):
         Raises:
             OptimizerError: it failed.
         """
-        if not self.left:
-            return
         if not all(left.restored() for left in self.left.values()):
             raise OptimizerError(
                 "parameters and optimizer states are half updated, so they cannot be used or "

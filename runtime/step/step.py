@@ -99,7 +99,8 @@ class Updates:
     def check(self) -> None:
         """Raise if an update failed and its values were not loaded since. Does not wait."""
         for bucket in self.machine.buckets.values():
-            bucket.pending.check()
+            if bucket.pending.left:
+                bucket.pending.check()
 
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
         """Prepare the update of streamed parameters; None if torch.optim's own step updates all."""
