@@ -63,14 +63,13 @@ def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
 def input_of(place: Place, arg: Any) -> GraphInput:
     """The description of an input that a program is built for. Raises UnsupportedGraphError if
     schedules do not support it."""
-
     if isinstance(arg, StreamedParameter):
         return ParamInput(*place(arg), arg.requires_grad)
     if _is_packed(arg):
         wrapping, parts = packed.taken_apart(arg)
-        proxies = (part for part in parts if isinstance(part, StreamedParameter))
+        proxies: Any = parts
         return PackedInput(
-            wrapping, tuple(ParamInput(*place(part), part.requires_grad) for part in proxies)
+            wrapping, tuple([ParamInput(*place(each), each.requires_grad) for each in proxies])
         )
     if type(arg) in compat.PLAIN_TENSORS:
         if arg.layout is not torch.strided:
@@ -187,16 +186,12 @@ class SymbolicInputs:
     def __init__(self, described: Sequence[compat.DescribedInput], *, floats: bool) -> None:
         self.described = described
         self.in_tensors = [k for k, item in enumerate(described) if item.in_tensor]
-        self.numbers = [
-            k
-            for k, item in enumerate(described)
-            if item.number is not None and (floats or not item.in_tensor)
-        ]
-        self._sized = [
-            k
-            for k, item in enumerate(described)
-            if any(isinstance(n, sympy.Basic) for n in (*item.shape, *item.stride))
-        ]
+        self.numbers, self._sized = list[int](), list[int]()
+        for k, item in enumerate(described):
+            if item.number is not None and (floats or not item.in_tensor):
+                self.numbers.append(k)
+            if any(isinstance(n, sympy.Basic) for n in (*item.shape, *item.stride)):
+                self._sized.append(k)
         sizes = tuple((described[k].shape, described[k].stride) for k in self._sized)
         symbols = [described[k].number for k in self.numbers]
         self._sizes: Callable[..., Any] = compat.as_function(sizes, symbols)
@@ -265,10 +260,11 @@ def with_room(program: Program, values: Sequence[int | float]) -> Iterator[Progr
     """The program for calls with these values, without schedules: first planned for slightly larger
     sizes, if its code is valid for them; then for these alone."""
     exact = dict(zip(_planned(program), values, strict=True))
-    rounded = {
-        symbol: _rounded(int(value)) if is_size(symbol) else value
-        for symbol, value in exact.items()
-    }
+    rounded = exact.copy()
+    for symbol in filter(is_size, exact):  # up to one of `STEPS` sizes between two powers of two
+        size = int(exact[symbol])
+        step = max(1, (1 << (size.bit_length() - 1)) // STEPS)
+        rounded[symbol] = -(-size // step) * step
     ways = [rounded] if rounded != exact and program.holds(list(rounded.values())) else []
     for way in (*ways, exact):
         yield program.anew(program.plans.compiler.resized(program.stages, way))
@@ -278,9 +274,3 @@ def _planned(program: Program) -> Values:
     symbols = program.stages.symbols
     assert symbols is not None
     return symbols.planned
-
-
-def _rounded(size: int) -> int:
-    """The size, rounded up to one of `STEPS` sizes between two powers of two."""
-    step = max(1, (1 << (size.bit_length() - 1)) // STEPS)
-    return -(-size // step) * step

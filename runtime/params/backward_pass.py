@@ -27,12 +27,12 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.gradient_guards import (
     GradientGuard,
+    is_unsummed,
     leave_unsummed,
-    note_sum,
     sum_late,
     take,
 )
-from megacompile.runtime.params.guards import GuardState, any_shared, guard_of
+from megacompile.runtime.params.guards import GuardState, any_shared, guard_of, release
 from megacompile.runtime.params.host_bucket import HostBucket
 
 # average bytes per gradient: a GPU scales smaller ones faster than the host can guard them
@@ -267,8 +267,9 @@ class BackwardPass:
         """Record which gradients are summed over replicas. After a last backward all are: gradients
         of earlier backwards that it did not add to (of another graph) are summed here."""
         for (key, i), record in self.records.items():
-            if record.summed:
-                note_sum(self.buckets[key].params[i])
+            gradient = self.buckets[key].params[i].grad
+            if record.summed and gradient is not None and is_unsummed(gradient):
+                release(gradient)
         self._leave_unsummed()
         if self.last:
             named = (

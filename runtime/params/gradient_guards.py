@@ -295,16 +295,11 @@ def leave_unsummed(param: nn.Parameter, name: str) -> None:
         GradientGuard(param.grad, GuardState.UNSUMMED, name)
 
 
-def note_sum(param: nn.Parameter) -> None:
-    if param.grad is not None and is_unsummed(param.grad):
-        release(param.grad)
-
-
 def sum_late(params: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     """Sum unsummed gradients over replicas, outside of a schedule: a collective, if there are any.
     The parameters, by name, are equal in all ranks."""
-    late = {name: param for name, param in params.items() if is_unsummed(param.grad)}
+    late: dict[str, Any] = {n: p.grad for n, p in params.items() if is_unsummed(p.grad)}
     if late:
-        ranks.average_late({name: compat.local(param.grad) for name, param in late.items()})
-    for param in late.values():
-        note_sum(param)
+        ranks.average_late({name: compat.local(gradient) for name, gradient in late.items()})
+    for gradient in late.values():
+        release(gradient)

@@ -231,11 +231,9 @@ def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], .
     holders = compat.holders(modules, "parameters")
     names = [*chain.from_iterable(holders)]
     params = [*chain.from_iterable(map(dict.values, holders))]
-    # equal if packed parameters hold the same tensors in the same places
-    packed = [
-        (id(holder), name, id(param), id(leaf), *map(id, parts_of(param)))
-        for holder, name, param, leaf in (_places(model) if any_packed(params) else ())
-    ]
+    packed = []  # equal if packed parameters hold the same tensors in the same places
+    for holder, name, param, leaf in _places(model) if any_packed(params) else ():
+        packed.append((id(holder), name, id(param), id(leaf), *map(id, parts_of(param))))
     return holders, [*map(len, holders)], names, packed, params
 
 

@@ -66,12 +66,10 @@ def optimizers_of(model: Any) -> list[Optimizer]:
 def constructed(owns: Callable[[torch.Tensor], bool]) -> list[Optimizer]:
     """The optimizers over parameters of a model, even before their first step: all live objects are
     searched, in tens of milliseconds, without a Python loop."""
-    everything, todo = every_object(), list[type]((Optimizer,))
-    kinds = set(todo)
+    everything, todo, kinds = every_object(), list[type]((Optimizer,)), set[type]()
     while todo:
-        new: set[type] = set(type.__subclasses__(todo.pop())) - kinds
-        kinds |= new
-        todo += new
+        kinds.add(kind := todo.pop())
+        todo += type.__subclasses__(kind)
     found = compress(everything, map(kinds.__contains__, map(type, everything)))
     return [optimizer for optimizer in found if _is_over(optimizer, owns)]
 

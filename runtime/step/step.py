@@ -12,6 +12,7 @@ that the device will update, a gradient set by the user) run in a graph of their
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -254,7 +255,7 @@ class Updates:
             mine = {k: part for k, part in waiting.items() if ops.get(k) is part.place.op}
             if executor is not None and mine:
                 chosen.append((executor, mine))
-                waiting = {k: part for k, part in waiting.items() if k not in mine}
+                deque(map(waiting.pop, mine), maxlen=0)
         for part in waiting.values():
             if part.left is not None:  # its schedule is gone
                 part.drop()
@@ -264,7 +265,6 @@ class Updates:
         return chosen
 
     def _rest(self, parts: Iterable[BucketUpdate]) -> Executor:
-        """The executor of a graph that updates these buckets, cached."""
         hosts = [part.bucket for part in parts]
         key = tuple((host.layout, host.resident is not None) for host in hosts)
         if key not in self._rests:
