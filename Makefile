@@ -9,7 +9,7 @@
 #                 it runs within them or is refused (Linux; some 5 minutes of one core)
 #   make matrix   a fast part of the tests, on every version of torch that is supported
 #   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
-#                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
+#                 ARGS="--only t5", ARGS=--write (docs/zoo.md), ARGS=--lengths (captures while sizes change)
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
 #                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
 #   make lint     ruff, mypy --strict, and docstrings and class names (tests/prose.py)

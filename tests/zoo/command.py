@@ -8,13 +8,14 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
-from tests.zoo import diffusion, of_torch, senses, table, texts
+from tests.zoo import diffusion, lengths, of_torch, senses, table, texts
 from tests.zoo.compare import Result, compare
 from tests.zoo.entry import PACKAGES, Entry, Family, is_installed, prepare, version
 
@@ -63,11 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
     parser.add_argument("--gpu", action="store_true", help="with Inductor on a GPU: that column")
     parser.add_argument("--tiles", type=int, default=1, help="so many; the page is left alone")
+    parser.add_argument(
+        "--lengths", action="store_true", help="count captures while sizes change; no page"
+    )
     options = parser.parse_args(arguments)
     for package in PACKAGES:
         if not is_installed(package):
             print(f"{package} is not installed: its models are skipped")
     chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
+    if options.lengths:
+        return _count_all(chosen, options.jobs)
     results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu, tiles=options.tiles)
     if options.tiles > 1:
         print(f"{len(results)} models compared in {options.tiles} tiles, {len(failed)} failed")
@@ -105,14 +111,9 @@ def _compare_all(
     """Results by name, in any order, and the names of those that failed. Ctrl-C ends it early."""
     results: dict[str, Result] = {}
     failed: list[str] = []
-    one = functools.partial(run, gpu=gpu, tiles=tiles)
-    context = get_context("spawn").Pool(jobs, maxtasksperchild=PER_PROCESS)
-    with contextlib.suppress(KeyboardInterrupt), context as pool:
-        for name, result in pool.imap_unordered(one, chosen, chunksize=1):
-            if isinstance(result, str):
-                failed.append(name)
-                print(f"{name}: FAILED\n{result}", flush=True)
-                continue
+    with contextlib.suppress(KeyboardInterrupt):
+        one = functools.partial(run, gpu=gpu, tiles=tiles)
+        for name, result in _each(one, chosen, jobs, failed):
             results[name] = result
             wrong = faults(chosen[name], result, gpu=gpu, tiles=tiles)
             print(
@@ -126,6 +127,38 @@ def _compare_all(
             )
             failed += [name] if wrong else []
     return results, failed
+
+
+def _count_all(chosen: dict[str, Entry], jobs: int) -> int:
+    """Print the captures of each entry of transformers while sizes change; gives the exit code."""
+    names = [name for name, entry in chosen.items() if entry.needs == "transformers"]
+    more = 0
+    failed: list[str] = []
+    for _, result in _each(_counted, names, jobs, failed):
+        more += result.is_more or not result.equal
+        print(result.line(), *(f"    {why}" for why in result.why), sep="\n", flush=True)
+    print(
+        f"{len(names)} models: {more} capture more than torch.compile or differ, "
+        f"{len(failed)} failed"
+    )
+    return 1 if more or failed else 0
+
+
+def _counted(name: str) -> tuple[str, Any]:
+    return lengths.counted(name, ENTRIES[name])
+
+
+def _each(
+    function: Callable[[str], tuple[str, Any]], names: Iterable[str], jobs: int, failed: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """The names and results of a function in processes; the names of those that fail are noted."""
+    with get_context("spawn").Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
+        for name, result in pool.imap_unordered(function, names, chunksize=1):
+            if isinstance(result, str):
+                failed.append(name)
+                print(f"{name}: FAILED\n{result}", flush=True)
+            else:
+                yield name, result
 
 
 def _page(rows: dict[str, table.Row], written: dict[str, table.Row], versions: str) -> str:
