@@ -99,20 +99,17 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
     An `all_gather`, which fills the rest of a slot, counts as a reader of its part.
     """
     readers = [(n, w) for w in content for n in w.users if w in reads(n) and n is not following]
-    readers.sort(key=lambda pair: view.order.position[pair[0]])
-    early = [pair for pair in readers if view.order.issued_before(pair[0], following)]
-    late = [pair for pair in readers if not view.order.issued_before(pair[0], following)]
-    # compute is one stream: the other early ones are before the last
-    for reader, weights in (*late[:1], *early[-1:]):
-        if not view.order.before(reader, following):
-            fill, stage = label(following), reader.args[0]
-            name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
-            message = (
-                f"{label(reader)} reads {name}bucket {ops.bucket_of(weights).label} in slot "
-                f"{_slot(weights).index}, but {fill} may overwrite it first: no edge orders "
-                f"{label(reader)} before it; raise slots, or add after=({label(reader)}) to {fill}"
-            )
-            yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
+    late = [pair for pair in readers if not view.order.before(pair[0], following)]
+    late.sort(key=lambda pair: view.order.position[pair[0]])
+    for reader, weights in late[-1:]:
+        fill, stage = label(following), reader.args[0]
+        name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
+        message = (
+            f"{label(reader)} reads {name}bucket {ops.bucket_of(weights).label} in slot "
+            f"{_slot(weights).index}, but {fill} may overwrite it first: no edge orders "
+            f"{label(reader)} before it; raise slots, or add after=({label(reader)}) to {fill}"
+        )
+        yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
 
 
 def _reused(view: View) -> Iterator[Hazard]:
@@ -128,9 +125,7 @@ def _reused(view: View) -> Iterator[Hazard]:
         for index, bucket in view.schedule.reused:
             last = left.get(index)
             if last is None or ops.bucket_of(last).key != bucket.key:
-                message = (
-                    f"it does not leave bucket {bucket.label} in slot {index} for what follows"
-                )
+                message = f"it does not leave bucket {bucket.label} in slot {index}"
                 where = view.graph.output_node() if last is None else last
                 yield view.hazard(HazardKind.NOT_REUSED, where, None, message)
         if view.schedule.backward is not None:
