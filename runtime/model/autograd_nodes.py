@@ -48,9 +48,9 @@ def accumulate_nodes(token: torch.Tensor) -> list[object]:
     gate: Any = token.grad_fn
     while gate is not None:
         (before, _), *ends = gate.next_functions
-        found += [node for node, _ in reversed(ends)]
+        found[:0] = [node for node, _ in ends]
         gate = before
-    return found[::-1]
+    return found
 
 
 class CapturedNode(torch.autograd.Function):

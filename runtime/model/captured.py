@@ -61,7 +61,7 @@ class Backoff:
 
     def __init__(self) -> None:
         self.why_not = ""  # the last attempt failed
-        self.failures = 0  # consecutive ones
+        self.failures = self.programs = 0  # consecutive ones; programs that they made
         self.skipped = self._wait = 0  # calls between two tries; until the next one
 
     def is_due(self) -> bool:

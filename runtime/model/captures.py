@@ -61,38 +61,6 @@ class EagerBlocks(threading.local):
             self.depth -= 1
 
 
-class Inferences(Backoff):
-    """The calls of one function without gradients; skips calls after consecutive ones that have
-    made many programs, each at least one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls = self._programs = 0  # consecutive calls that made programs; these programs
-
-    def note(self, model: nn.Module, made: int) -> None:
-        """Record a captured call and the number of programs that it made; warns once for each
-        model."""
-        if not made:
-            self._calls = self._programs = 0
-            self.skip(self.skipped // 2)
-            return
-        self._calls += 1
-        self._programs += made
-        # a program costs about 0.1 s, a capture more
-        if self.skipped or (self._calls >= 4 and self._programs >= 24):
-            self.skip(max(1, 2 * self.skipped))
-            notices.warn_once(
-                "calls without gradients",
-                f"megacompile: {type(model).__name__} made {self._programs} schedules in "
-                f"{self._calls} consecutive calls without gradients, because each had new shapes "
-                "or numbers. From now on, most such calls run in eager mode and fetch parameters "
-                "at each use (slower, same numbers; shown once). Put a loop that samples into "
-                "`with megacompile.eager(model):`, or keep shapes constant: a cache of a fixed "
-                "size, with the position as a tensor",
-                of=model,
-            )
-
-
 class Captures:
     """Owns the captured graphs of a model while it is megacompiled. The first graph called from the
     code `entry` begins a call."""
@@ -107,7 +75,8 @@ class Captures:
         self._entry = entry
         self._name = type(self.model).__name__
         self._took_s: deque[float] = deque(maxlen=16)  # per call; 0 if it captured nothing
-        self._functions = WeakKeyDictionary[Compiled, tuple[Backoff, Inferences]]()
+        # attempts to capture, and calls without gradients that made programs
+        self._functions = WeakKeyDictionary[Compiled, tuple[Backoff, Backoff]]()
         self._programs: list[int] = []  # ids of the programs at the last step
         self._read: set[int] = set()  # ids of parameters read by any schedule
         self._said_outside = False
@@ -137,7 +106,7 @@ class Captures:
         """Run a call; captures it if no earlier capture fits. Raises DeviceMemoryError if nothing
         fits, or if the call cannot restart."""
         if compiled not in self._functions:
-            self._functions[compiled] = Backoff(), Inferences()
+            self._functions[compiled] = Backoff(), Backoff()
         attempts, inferences = self._functions[compiled]
         # ranks that share the model would have to agree on captures
         infers = not torch.is_grad_enabled() and self.machine.ranks is None
@@ -159,8 +128,31 @@ class Captures:
             with line("capturing the model", self.buckets.options.progress):
                 result = self._until_done(run, compiled, attempts, before)
         if infers:
-            inferences.note(self.model, sum(graph.made for graph in self.graphs) - sum(made))
+            self._note_inference(inferences, sum(g.made for g in self.graphs) - sum(made))
         return result
+
+    def _note_inference(self, calls: Backoff, made: int) -> None:
+        """Record a captured call without gradients and the number of programs that it made. Skips
+        calls after consecutive ones that have made many, each at least one; warns once."""
+        if not made:
+            calls.failures = calls.programs = 0
+            calls.skip(calls.skipped // 2)
+            return
+        calls.failures += 1
+        calls.programs += made
+        # a program costs about 0.1 s, a capture more
+        if calls.skipped or (calls.failures >= 4 and calls.programs >= 24):
+            calls.skip(max(1, 2 * calls.skipped))
+            notices.warn_once(
+                "calls without gradients",
+                f"megacompile: {self._name} made {calls.programs} schedules in {calls.failures} "
+                "consecutive calls without gradients, because each had new shapes or numbers. From "
+                "now on, most such calls run in eager mode and fetch parameters at each use "
+                "(slower, same numbers; shown once). Put a loop that samples into `with "
+                "megacompile.eager(model):`, or keep shapes constant: a cache of a fixed size, with "
+                "the position as a tensor",
+                of=self.model,
+            )
 
     def _buffers(self, modules: Sequence[nn.Module]) -> tuple[int, ...]:
         """Versions of the buffers, and the number of changes by schedules: those of a BatchNorm

@@ -301,7 +301,7 @@ class ModelBuckets:
             self._make_proxies()
         for bucket in self.machine.buckets.values():
             pending = bucket.pending
-            if pending.in_flight is not None and pending.done():
+            if pending.in_flight is not None and pending.in_flight.done():
                 pending.wait()
             if pending.left:
                 pending.check()  # code that restores it may read it, but not train with it

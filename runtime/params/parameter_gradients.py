@@ -199,10 +199,9 @@ class Gradients:
 
     def bring_in(self, place: ParamId) -> bool:
         """Copy a user's gradient into its place in the bucket; False if there is none."""
-        gradient = self.param(place).grad
+        (key, i), gradient = place, self.param(place).grad
         if not is_there(gradient):
             return False
-        key, i = place
         bucket = self.buckets[key]
         if not lies_in_bucket(bucket, i):
             memory = bucket.grads[i] if bucket.resident is None else bucket.make_grad(i)

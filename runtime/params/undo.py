@@ -67,12 +67,12 @@ def replace(
 def hold(lock: threading.RLock, undos: Undos) -> None:
     """Hold a lock until the undos run."""
     held: list[tuple[()]] = []
-    undos.append(functools.partial(_release, lock, held))
+
+    def release() -> None:
+        deque(starmap(lock.release, map(held.pop, repeat(0, len(held)))), maxlen=0)
+
+    undos.append(release)
     held.extend(compress([()], map(lock.acquire, [True])))
-
-
-def _release(lock: threading.RLock, held: list[tuple[()]]) -> None:
-    deque(starmap(lock.release, map(held.pop, repeat(0, len(held)))), maxlen=0)
 
 
 def use_unguarded(undos: Undos) -> None:
