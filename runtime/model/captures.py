@@ -148,9 +148,9 @@ class Captures:
                 f"megacompile: {self._name} made {calls.programs} schedules in {calls.failures} "
                 "consecutive calls without gradients, because each had new shapes or numbers. From "
                 "now on, most such calls run in eager mode and fetch parameters at each use "
-                "(slower, same numbers; shown once). Put a loop that samples into `with "
-                "megacompile.eager(model):`, or keep shapes constant: a cache of a fixed size, with "
-                "the position as a tensor",
+                "(slower, same numbers; shown once). Put a loop that samples into "
+                "`with megacompile.eager(model):`, or keep shapes constant: a cache of a fixed "
+                "size, with the position as a tensor",
                 of=self.model,
             )
 
