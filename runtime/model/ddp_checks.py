@@ -128,31 +128,19 @@ class DdpChecks:
         on_host = any(param.device.type == "cpu" for param in trained)
         if self.options.device.type == "cpu" or not on_host:
             return  # they are where plain parameters would be
-        where = (
-            f"DistributedDataParallel(): {self.name} is megacompiled and its parameters are on "
-            "the host"
-        )
-        write = f"write {_BACKENDS} and DistributedDataParallel(model)"
         others = {param.device.type for param in module.parameters()} - {"cpu"}
-        if others:
+        device_ids, reduces_on = given.get("device_ids") or given.get("output_device"), {"cpu"}
+        if not given.get("device_mesh") and dist.is_initialized():
+            config = str(dist.get_backend_config(given.get("process_group")))
+            reduces_on = {part.partition(":")[0] for part in config.split(",")}
+        if others or device_ids or "cpu" not in reduces_on:
             raise ModelError(
-                f"{where}, but others are on {', '.join(sorted(others))}; needed one type of "
-                "device: megacompile the outermost module, with resident=0 or "
-                f'resident="all"; and {write}'
-            )
-        if device_ids := given.get("device_ids") or given.get("output_device"):
-            raise ModelError(
-                f"{where}, so that it takes no device_ids or output_device, got {device_ids}; "
-                f"{write}: the model moves its inputs itself"
-            )
-        if given.get("device_mesh") or not dist.is_initialized():
-            return
-        config = str(dist.get_backend_config(given.get("process_group")))
-        reduces_on = {part.partition(":")[0] for part in config.split(",")}
-        if "cpu" not in reduces_on:
-            raise ModelError(
-                f"{where}, where the process group cannot reduce their gradients (it has backends "
-                f"for {', '.join(sorted(reduces_on))}); {write}"
+                f"DistributedDataParallel(): {self.name} is megacompiled and its parameters are on "
+                f"the host; got device_ids {device_ids}, other parameters on "
+                f"{', '.join(sorted(others)) or 'no device'}, and a process group that reduces on "
+                f"{', '.join(sorted(reduces_on))}; needed no device_ids or output_device, and one "
+                "type of device that the group reduces on: megacompile the outermost module, and "
+                f"write {_BACKENDS} and DistributedDataParallel(model)"
             )
 
 
