@@ -197,9 +197,11 @@ def update_by(model: nn.Module, workers: Any) -> None:
 
 def want(model: nn.Module, *names: str, on_disk: Collection[str] = ()) -> None:
     """Let these buckets live on the device, and the states of others on the disk, from the next
-    call."""
-    keys = {bucket.layout.name: key for key, bucket in machine(model).buckets.items()}
-    places = Places.of((keys[name] for name in names), (keys[name] for name in on_disk))
+    call. Parameters on the disk stay there."""
+    buckets = machine(model).buckets.items()
+    keys = {bucket.layout.name: key for key, bucket in buckets}
+    stored = [key for key, bucket in buckets if bucket.on_disk is not None]
+    places = Places.of((keys[name] for name in names), (keys[name] for name in on_disk), stored)
     compiler: Any = streamed(model).buckets.plans.compiler
     compiler.chooser.wanted.set(places)
 
