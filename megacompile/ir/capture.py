@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import operator
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,20 +31,37 @@ PLAIN = frozenset(
 ) | {torch.memory_format}
 
 
-def constant_key(value: Any) -> Hashable:
-    """A key for constants: plain values, enum members, and tuples and frozen dataclasses of them.
-    Raises TypeError for anything else."""
+def key_of(value: Any, other: Callable[[Any], Hashable]) -> Hashable:
+    """A key for a value: of constants (plain values and enum members), or of containers (slices and
+    frozen dataclasses too) of values; what `other` returns for anything else."""
     kind = type(value)
     if kind is float:
         return kind, value.hex()  # -0.0 differs from 0.0, and nan equals itself
     if kind in PLAIN or isinstance(value, enum.Enum):
         return kind, value
-    if isinstance(value, tuple):
-        return kind, tuple(map(constant_key, value))
-    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if isinstance(value, dict):
+        return kind, tuple((name, key_of(part, other)) for name, part in value.items())
+    parts: Iterable[Any]
+    if isinstance(value, (tuple, list)):
+        parts = value
+    elif kind is slice:
+        parts = (value.start, value.stop, value.step)
+    elif dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         parts = (getattr(value, field.name) for field in dataclasses.fields(kind))
-        return kind, tuple(map(constant_key, parts))
-    raise TypeError(f"{kind.__name__} is no constant")
+    else:
+        return other(value)
+    return kind, tuple(key_of(part, other) for part in parts)
+
+
+def constant_key(value: Any) -> Hashable:
+    """A key for constants, and for immutable containers of them. Raises TypeError for anything
+    else."""
+
+    def other(value: Any) -> Hashable:
+        raise TypeError(f"{type(value).__name__} is no constant")
+
+    hash(value)  # of a mutable container: a TypeError
+    return key_of(value, other)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +99,13 @@ def graph_key(module: fx.GraphModule) -> Hashable:
     """
     position: dict[fx.Node, int] = {}
     rows: list[Hashable] = []
+
+    def other(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return "node", position[value]
+        by_value = isinstance(value, Hashable) and not isinstance(value, torch.Tensor)
+        return (type(value), value) if by_value else ("object", id(value))
+
     for i, node in enumerate(module.graph.nodes):
         position[node] = i
         target = function_key(node.target)
@@ -91,7 +115,7 @@ def graph_key(module: fx.GraphModule) -> Hashable:
             target = _attribute_key(module.get_submodule(str(node.target)))
         elif node.op in ("placeholder", "output"):
             target = None
-        rows.append((node.op, target, _freeze(node.args, position), _freeze(node.kwargs, position)))
+        rows.append((node.op, target, key_of((node.args, node.kwargs), other)))
     return tuple(rows)
 
 
@@ -99,24 +123,6 @@ def _attribute_key(value: Any) -> Hashable:
     if isinstance(value, fx.GraphModule):
         return ("graph", graph_key(value))
     return ("object", id(value))  # kept alive by the captured graph
-
-
-def _freeze(value: Any, position: dict[fx.Node, int]) -> Hashable:
-    if isinstance(value, fx.Node):
-        return ("node", position[value])
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(_freeze(item, position) for item in value))
-    if isinstance(value, dict):
-        return ("dict", *((key, _freeze(item, position)) for key, item in value.items()))
-    if isinstance(value, slice):
-        return ("slice", *(_freeze(v, position) for v in (value.start, value.stop, value.step)))
-    if isinstance(value, torch.Tensor):
-        return ("object", id(value))
-    if isinstance(value, float):
-        return ("float", value.hex())  # -0.0 differs from 0.0, and 1.0 from 1
-    if isinstance(value, Hashable):
-        return (type(value).__name__, value)
-    return ("object", id(value))
 
 
 # Captured graphs.

@@ -1,4 +1,4 @@
-"""Checks across the graphs of a step, which run in a cycle.
+"""Checks of accesses, in a graph and across the graphs of a step, which run in a cycle.
 
 What must hold for the parts of buckets that ops read and write, across all graphs:
 

@@ -26,7 +26,14 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import PLAIN, Ambient, Capture, ParamInput, constant_key, function_key
+from megacompile.ir.capture import (
+    Ambient,
+    Capture,
+    ParamInput,
+    constant_key,
+    function_key,
+    key_of,
+)
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
@@ -168,7 +175,7 @@ class Recalling(Interpreter):
         if n.op not in ("call_function", "call_method") or self._mode is None:
             return call
         try:
-            given = self._key_of((n.args, n.kwargs), call)
+            given = key_of((n.args, n.kwargs), functools.partial(self._other_key, call))
         except _MustRun:
             return _Operation()
         if call.taken:
@@ -178,27 +185,15 @@ class Recalling(Interpreter):
             call.key = (*what, tuple(call.metas), shared, self._mode, self._epoch)
         return call
 
-    def _key_of(self, value: Any, call: _Operation) -> Hashable:
+    def _other_key(self, call: _Operation, value: Any) -> Hashable:
+        """The key of a node, a number or a tensor."""
         if isinstance(value, fx.Node):
-            value = self.env[value]
-        kind = type(value)
-        if kind in PLAIN:
-            return kind, value
-        if kind in _NUMBERS:
-            return kind, compat.expression_of(value)[1]
-        if kind is _Later or isinstance(value, torch.Tensor):
+            return key_of(self.env[value], functools.partial(self._other_key, call))
+        if type(value) in _NUMBERS:
+            return type(value), compat.expression_of(value)[1]
+        if isinstance(value, (_Later, torch.Tensor)):
             return "tensor", self._place(value, call)
-        if isinstance(value, (tuple, list)):
-            return kind, tuple(self._key_of(item, call) for item in value)
-        if kind is slice:
-            parts = (value.start, value.stop, value.step)
-            return kind, tuple(self._key_of(part, call) for part in parts)
-        if isinstance(value, dict):
-            return dict, tuple((name, self._key_of(item, call)) for name, item in value.items())
-        try:
-            return constant_key(value)
-        except TypeError:
-            raise _MustRun from None
+        raise _MustRun
 
     def _place(self, value: Any, call: _Operation) -> int:
         """The position of a tensor among the arguments."""
