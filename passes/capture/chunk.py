@@ -167,7 +167,7 @@ class _Finder:
         of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
         reduction = self.literal(of.get("reduction", "mean"))
         if reduction not in _REDUCTIONS or {of.get("size_average"), of.get("reduce")} != {None}:
-            raise _Whole(f"{loss} has reduction={reduction!r}, or size_average or reduce")
+            raise _Whole(f"{loss} has reduction={reduction!r}, size_average or reduce")
         chain, linear = self._walk(loss, of["input"])
         parts = self._bind(linear, ("input", "weight", "bias"))
         read = (parts["input"], parts["weight"], parts.get("bias"))
@@ -290,7 +290,7 @@ class _Finder:
         for node in nodes[nodes.index(linear) : nodes.index(loss)]:
             changes = self.values.mutates[node] & held or node.target is compat.SET_GRAD_ENABLED
             if changes or "_autocast" in _target(node):
-                raise _Whole(f"{node} changes its input or weight, grad mode or autocast before")
+                raise _Whole(f"{node} changes its input, weight, grad mode or autocast in between")
 
     def rewrite(self, found: _Head) -> None:
         """Replace a loss by the chunked loss and remove the logits, in the capture's graph."""

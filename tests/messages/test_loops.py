@@ -303,9 +303,8 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "changes_a_parameter": (changes_a_parameter, UserWarning,
      "megacompile: Net is not scheduled and runs in eager mode, fetching 4 of 4 parameters (432 "
      "B of 432 B, 100 %) at each use, unless they are on the device (slower, same numbers): "
-     "stage 'Net': a hook, or an autograd.Function, changes parameter 'last.bias' in place in "
-     "the backward, where only buffers and inputs of the model may change; write it to a "
-     "module's buffer"),
+     "stage 'Net': a hook, or an autograd.Function, changes a tensor in place in the backward; "
+     "change it after the backward"),
 }  # fmt: skip
 
 

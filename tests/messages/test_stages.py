@@ -95,44 +95,52 @@ def autocast(x: Any, w: Any, ids: Any) -> Any:
 
 
 # Behind "the head is whole: ".
-WHOLE: dict[str, Loss] = {
-    "the logits (logits) are returned to the caller; return the loss": returned,
-    "the logits (logits) are also used by argmax": accuracy,
-    "its logits come from mul (mul), not from linear": (
-        lambda x, w, ids: flat(torch.tanh(F.linear(x, w) / 30) * 30, ids)
+WHOLE: list[tuple[str, Loss]] = [
+    ("the logits (logits) are returned to the caller; return the loss", returned),
+    ("the logits (logits) are also used by argmax", accuracy),
+    (
+        "its logits come through mul (mul)",
+        lambda x, w, ids: flat(torch.tanh(F.linear(x, w) / 30) * 30, ids),
     ),
-    "cross_entropy has reduction='none', a loss for each token": (
-        lambda x, w, ids: flat(F.linear(x, w), ids, reduction="none").mean()
+    (
+        "cross_entropy has reduction='none', size_average or reduce",
+        lambda x, w, ids: flat(F.linear(x, w), ids, reduction="none").mean(),
     ),
-    "the targets are f32[18, 40], not i64[18] class indices": (
-        lambda x, w, ids: F.cross_entropy(F.linear(x, w).flatten(0, 1), torch.ones(18, CLASSES))
+    (
+        "the targets are f32[18, 40], not i64[18] class indices",
+        lambda x, w, ids: F.cross_entropy(F.linear(x, w).flatten(0, 1), torch.ones(18, CLASSES)),
     ),
-    "getitem selects a part of the classes": (
-        lambda x, w, ids: flat(F.linear(x, w)[..., :30], ids)
+    (
+        "its logits come through getitem (getitem)",
+        lambda x, w, ids: flat(F.linear(x, w)[..., :30], ids),
     ),
-    "getitem indexes the logits with more than slices": gathered,
-    "view does not keep the 40 classes in the last dimension": (
-        lambda x, w, ids: F.cross_entropy(F.linear(x, w).view(-1, 20), ids.view(-1).repeat(2))
+    ("its logits come through getitem (getitem)", gathered),
+    (
+        "its logits come through view (view)",
+        lambda x, w, ids: F.cross_entropy(F.linear(x, w).view(-1, 20), ids.view(-1).repeat(2)),
     ),
-    "the second dimension of [2, 9, 40] is not that of the classes": (
-        lambda x, w, ids: F.cross_entropy(F.linear(x, w), torch.zeros(ROWS, CLASSES).long())
+    (
+        "the second dimension of [2, 9, 40] is not that of the classes",
+        lambda x, w, ids: F.cross_entropy(F.linear(x, w), torch.zeros(ROWS, CLASSES).long()),
     ),
-    "to casts f32[2, 9, 40] to bf16[2, 9, 40] on cpu": (
-        lambda x, w, ids: flat(F.linear(x, w).to(torch.bfloat16), ids)
+    (
+        "its logits come through to (to)",
+        lambda x, w, ids: flat(F.linear(x, w).to(torch.bfloat16), ids),
     ),
-    "add_ changes the head's input or weight before the loss": input_changes,
-    "_set_grad_enabled changes grad mode or autocast between the head and its loss": grad_mode,
-    "_exit_autocast changes grad mode or autocast between the head and its loss": autocast,
-    "cross_entropy has size_average or reduce": (
-        lambda x, w, ids: flat(F.linear(x, w), ids, size_average=False)
+    ("add_ changes its input, weight, grad mode or autocast in between", input_changes),
+    ("_set_grad_enabled changes its input, weight, grad mode or autocast in between", grad_mode),
+    ("_exit_autocast changes its input, weight, grad mode or autocast in between", autocast),
+    (
+        "cross_entropy has reduction='mean', size_average or reduce",
+        lambda x, w, ids: flat(F.linear(x, w), ids, size_average=False),
     ),
-}
+]
 
 
 @pytest.mark.filterwarnings("ignore:megacompile", "ignore:size_average")
 def test_heads_that_stay_whole() -> None:
-    said = {text: of_head(loss, head="chunked") for text, loss in WHOLE.items()}
-    assert said == {text: f"the head is whole: {text}" for text in WHOLE}
+    said = [of_head(loss, head="chunked") for _, loss in WHOLE]
+    assert said == [f"the head is whole: {text}" for text, _ in WHOLE]
 
 
 LONG = 2**30 // 4 // ROWS // CLASSES  # its logits take a GiB, nearly
@@ -210,7 +218,7 @@ def test_a_hazard_is_explained_and_marked_in_the_table() -> None:
     assert lines[:7] == [
         "schedule 'model' has 1 hazard:",
         "  forward: 0F reads stage 'unit 0' bucket 0 in slot 0, but 2PREFETCH@0 may overwrite it "
-        "first: no edge orders 0F before it; add after=(0F) to 2PREFETCH@0",
+        "first: no edge orders 0F before it; raise slots, or add after=(0F) to 2PREFETCH@0",
         "",
         "forward",
         "step | h2d                     | compute | d2h",
