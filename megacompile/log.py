@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacompile.errors import OptionError
@@ -149,13 +149,9 @@ def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> 
     return _own_code(name, f"each {what} gets its own code: {why}{f' ({line})' if line else ''}")
 
 
-def other_sizes(name: str, fixed: Mapping[int | float, str], broken: str) -> str:
-    """Log why other sizes get their own code, and return it, or "": sizes and numbers that are
-    constants in the code (`fixed`, with the lines that read them), or the relation of sizes that an
+def other_sizes(name: str, broken: str) -> str:
+    """Log why other sizes get their own code, and return it, or "": the relation of sizes that an
     existing program relies on (`broken`)."""
-    if fixed:
-        lines = ", ".join(dict.fromkeys(fixed.values()))
-        return _own_code(name, f"each value of a size gets its own code: {lines}")
     return _own_code(name, f"other sizes need their own code: {broken}") if broken else ""
 
 

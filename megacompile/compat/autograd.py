@@ -65,20 +65,15 @@ def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:
     DistributedDataParallel)."""
     hooks = []
     for register in (node.register_prehook, node.register_hook):
-        handle: Any = register(_no_hook)
+        handle: Any = register(lambda *gradients: None)
         hooks.append(handle.hooks_dict_ref())
         handle.remove()
     return hooks[0], hooks[1]
 
 
-def _no_hook(*gradients: Any) -> None:
-    """A hook whose handle leads `hooks_of` to the dict of hooks."""
-
-
 def accumulates_into(node: Node) -> bool | None:
-    """Inside a backward: true if it will run this AccumulateGrad node. False if `autograd.grad()`
-    or `backward(inputs=...)` was called without its parameter, None if `autograd.grad()` was called
-    for it."""
+    """Inside a backward: true if it will run this AccumulateGrad node; None if `autograd.grad()`
+    was called for its parameter."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it raises for a leaf requested by autograd.grad()
@@ -106,7 +101,7 @@ def note_backward_calls(
 ) -> None:
     """Records every call of a backward from now on, for `backward_calls`. `leaf_of` maps a tensor
     in `inputs=` to the one whose gradient autograd computes; `as_asked` maps (tensor in `inputs=`,
-    that gradient) to the gradient to return. Later calls of this function do not replace them."""
+    that gradient) to the gradient to return."""
     stock = torch.autograd.graph._engine_run_backward
     if hasattr(stock, "noted"):
         return
@@ -227,19 +222,10 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if hooks can be registered on an optimizer: `Optimizer.__init__` has run. Many wrappers
-    (timm's Lookahead) do not call it. They make two dicts for the hooks of `step()` themselves,
-    because `zero_grad()` lets `step()` call hooks; these are often plain dicts, which no handle can
-    refer to."""
-    return all(isinstance(vars(optimizer).get(name), OrderedDict) for name in _HOOKS)
-
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-)
+    (timm's Lookahead) do not call it, and make plain dicts, which no handle can refer to."""
+    hooks = "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"
+    own = vars(optimizer)
+    return all(isinstance(own.get(f"_optimizer_{name}_hooks"), OrderedDict) for name in hooks)
 
 
 def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:

@@ -30,9 +30,8 @@ def code_cache() -> Path | None:
 
 
 def settle_cache_keys() -> None:
-    """Makes the keys of Inductor's caches independent of the order of imports. The keys are hashes
-    of pickles. A `torch.memory_format` pickles as a name in the first module of `sys.modules` that
-    has an attribute `torch`."""
+    """Makes the keys of Inductor's caches, hashes of pickles, independent of the order of imports:
+    a `torch.memory_format` pickles as a name in the first module that has an attribute `torch`."""
 
     def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
@@ -72,11 +71,8 @@ def counted() -> Iterator[None]:
         _uncounted[0] += 1
 
 
-_MATMUL = (
-    "fp32_precision",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
-)
+_REDUCED = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16"))
+_MATMUL = ("fp32_precision", *_REDUCED)
 
 
 def compile_settings() -> bytes:

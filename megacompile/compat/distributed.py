@@ -1,8 +1,7 @@
 """torch.distributed: DTensors, its store and groups, DistributedDataParallel and DataParallel.
 
-A `DTensor` wraps one plain tensor, `_local_tensor`: this rank's part. Its public `to_local()`
-creates a new tensor in every call, dispatches, and goes through autograd; buckets need the original
-tensor.
+A `DTensor` wraps one plain tensor, `_local_tensor`: this rank's part. Buckets need that tensor; the
+public `to_local()` creates a new one, in autograd's graph.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def use_dtensor() -> type[torch.Tensor]:
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a DTensor. torch's own fails if the part has a storage offset, as in a
-    bucket: it treats the DTensor as a tensor with its own memory."""
+    """`copy.deepcopy` of a DTensor. torch's own fails if the part has a storage offset."""
     if id(self) not in memo:
         with torch.no_grad():
             made: Any = like(self, local(self).detach().clone())
@@ -190,10 +188,9 @@ def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:
 
 
 def serve_the_host(group: Any, device: torch.device) -> None:
-    """Add gloo to a group, so that its collectives support host tensors too; all of its ranks call
-    this. A group without a named backend supports both; a group of "nccl" does not. DTensors with
-    parts on the host need it: `full_tensor()` and norms use the mesh's groups. gloo gets the
-    timeout of the backend for `device`."""
+    """Add gloo, with the timeout of the backend for `device`, to a group that supports no host
+    tensors ("nccl"); all of its ranks call this. `full_tensor()` and norms of DTensors with parts
+    on the host need it."""
     host = torch.device("cpu")
     if host in group._device_types:
         return
@@ -239,8 +236,7 @@ _COLLECTIVES = (
 
 def ask_before_collectives(ask: Callable[[Any], None]) -> None:
     """Call `ask` with each tensor argument of a collective of `torch.distributed`. On torch 2.11,
-    some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to the subclass).
-    Code that imported one by name before megacompile was imported still calls torch's."""
+    some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to the subclass)."""
     if not torch.distributed.is_available():
         return
 

@@ -28,24 +28,16 @@ from megacompile.compat.caches import counted
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Dynamo recaptures when hooks are added to or removed from a module, and when two parameters become
-# one; by default it checks neither. It does not split a graph at the buckets of an enclosing
-# DistributedDataParallel: a schedule needs the whole graph. It recaptures where it would fall back
-# to eager code after 8 captures (an op that needs a number's value).
-# nn.LSTM fits into no stage: oneDNN's kernel saves nothing for a backward while gradients are off,
-# and cuDNN's kernels keep the state of their dropout (docs/limits.md).
 CALL_OPTIONS = {
-    "skip_nnmodule_hook_guards": False,
-    "skip_no_tensor_aliasing_guards_on_parameters": False,
-    "optimize_ddp": False,
-    "recompile_limit": 256,
+    "skip_nnmodule_hook_guards": False,  # recaptures if a module's hooks change
+    "skip_no_tensor_aliasing_guards_on_parameters": False,  # and if two parameters become one
+    "optimize_ddp": False,  # no split at DistributedDataParallel's buckets
+    "recompile_limit": 256,  # instead of 8
     "accumulated_recompile_limit": 4096,
-    "allow_rnn": False,
+    "allow_rnn": False,  # nn.LSTM fits into no stage (docs/limits.md)
 }
 if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
-    # Dynamo compiles nothing while FX traces, and that flag is process-wide: another thread may
-    # trace a stage. (`tracer_around` finds a tracer around the model itself.)
-    CALL_OPTIONS["force_compile_during_fx_trace"] = True
+    CALL_OPTIONS["force_compile_during_fx_trace"] = True  # another thread may trace a stage
 
 
 # An operator rejects its inputs (a product of mismatched shapes), or Dynamo itself fails (it needs
@@ -61,15 +53,14 @@ uncompiled: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_torchdyn
 
 
 def compile_lock() -> AbstractContextManager[object]:
-    """Dynamo's compile lock: one thread compiles at a time. FX's tracing flag is process-wide: two
-    tracers that do not end in reverse order leave it set."""
+    """Dynamo's compile lock. FX's tracing flag is process-wide: two tracers that do not end in
+    reverse order leave it set."""
     lock: AbstractContextManager[object] = convert_frame.compile_lock
     return lock
 
 
 def dynamo_options() -> dict[str, Any]:
-    """Current values of the Dynamo options in `CALL_OPTIONS`, as torch stores them if
-    `_kept_options` found their variables."""
+    """Current values of the Dynamo options in `CALL_OPTIONS`, as torch stores them."""
     if _OPTIONS:
         return {name: variable.get() for name, variable in _OPTIONS.items()}
     return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
@@ -113,9 +104,8 @@ def without_collecting() -> AbstractContextManager[object]:
 
 
 def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
-    """Removes Dynamo's caches of a function that no longer exists. Its guards have finalizers on
-    objects that live on (a class, a module). These would keep the guards of every past model alive,
-    and Dynamo keeps a reference to each backend."""
+    """Removes Dynamo's caches of a function that no longer exists: its backend, and the finalizers
+    of its guards on objects that live on (a class, a module), which keep the guards alive."""
     frame: Any = torch._C._dynamo.eval_frame
     gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]
@@ -133,83 +123,47 @@ def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
 
 def forget_missing() -> None:
     """Removes Dynamo's guards on missing attributes. On torch 2.11, a guard on `not hasattr(module,
-    "x")` raises when Dynamo evaluates it for a guard filter. The module then stays in a table that
-    all captures share."""
+    "x")` raises in a guard filter, and leaves the module in a table that all captures share."""
     table = torch._dynamo.guards._get_closure_vars()
     for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
         del table[name]
 
 
-def capture_dropout_as(instead: Callable[..., Any], wanted: Callable[[], bool]) -> None:
-    """Makes Dynamo capture `instead(x, rate)` for `F.dropout` in training if the rate is a symbol.
-    `wanted` is called at each capture, in its thread."""
-
-    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = inspect.signature(torch.nn.functional.dropout)
-        given = signature.bind(*args, **kwargs).arguments
-        rate, training, inplace = (given.get(name) for name in ("p", "training", "inplace"))
-        if not wanted() or not isinstance(rate, SymNodeVariable):
-            return None
-        if _constant(training, True) is not True or _constant(inplace, False) is not False:
-            return None
-        return [given["input"], rate], {}
-
-    _capture_as(torch.nn.functional.dropout, instead, choose)
-
-
-def capture_sized_as(
-    stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
-) -> None:
-    """Makes Dynamo capture `instead` for `stock` if an argument has a symbolic number or size, and
-    `instead` can take the call. `wanted` is called at each capture, in its thread."""
-
-    def choose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not wanted() or not any(map(_has_symbols, (*args, *kwargs.values()))):
-            return None
-        try:
-            inspect.signature(instead).bind(*args, **kwargs)
-        except TypeError:
-            return None
-        return list(args), kwargs
-
-    _capture_as(stock, instead, choose)
-
-
-def _has_symbols(variable: Any) -> bool:
-    """True if a Dynamo variable is a symbol, contains one, or has a symbolic size."""
-    if isinstance(variable, BaseListVariable):
-        return any(map(_has_symbols, variable.items))
-    if isinstance(variable, TensorVariable):
-        example = variable.as_proxy().node.meta.get("example_value")
-        return any(isinstance(n, torch.SymInt) for n in getattr(example, "shape", ()))
-    return isinstance(variable, SymNodeVariable)
-
-
-def _capture_as(
+def capture_symbolic_as(
     stock: Callable[..., Any],
     instead: Callable[..., Any],
-    choose: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    wanted: Callable[[], bool],
+    *,
+    of_sizes: bool = True,
 ) -> None:
-    """Makes Dynamo capture `instead` for `stock`. `choose` returns the arguments of `instead` as
-    Dynamo's variables; None captures `stock`."""
+    """Makes Dynamo capture `instead` for `stock` if an argument is or has a symbolic number
+    (`of_sizes`: or a symbolic size), and `instead` can take the call. `wanted` is called at each
+    capture, in its thread."""
     handlers: Any = TorchInGraphFunctionVariable._get_handlers()
     if stock in handlers:
         return
 
     def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         del variable
-        chosen = choose(args, kwargs)
-        if chosen is None:
+        if not wanted() or not any(_has_symbols(v, of_sizes) for v in (*args, *kwargs.values())):
+            return None  # captures `stock`
+        try:
+            inspect.signature(instead).bind(*args, **kwargs)
+        except TypeError:
             return None
-        return SourcelessBuilder.create(tx, instead).call_function(tx, *chosen)
+        return SourcelessBuilder.create(tx, instead).call_function(tx, list(args), kwargs)
 
     handlers[stock] = handle
 
 
-def _constant(variable: Any, default: bool) -> Any:
-    if variable is None:
-        return default
-    return variable.as_python_constant() if variable.is_python_constant() else None
+def _has_symbols(variable: Any, of_sizes: bool) -> bool:
+    """True if a Dynamo variable is a symbol, contains one, or has a symbolic size."""
+    if isinstance(variable, BaseListVariable):
+        return any(_has_symbols(item, of_sizes) for item in variable.items)
+    if isinstance(variable, TensorVariable):
+        example = variable.as_proxy().node.meta.get("example_value") if of_sizes else None
+        return any(isinstance(n, torch.SymInt) for n in getattr(example, "shape", ()))
+    return isinstance(variable, SymNodeVariable)
 
 
 def captured_so_far() -> tuple[int, int]:

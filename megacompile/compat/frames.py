@@ -1,10 +1,7 @@
-"""Frames that Dynamo captures: their owner, and the progress of a call. Reasons for not capturing
-one: a graph break, a failed trace, a switch.
-"""
+"""Frames that Dynamo captures, the progress of a call, and reasons for not capturing a frame."""
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -92,26 +89,6 @@ def users_name(name: str) -> str:
     return _RESUMED.sub(r"\1", name)
 
 
-def quiet_within(code: types.CodeType) -> None:
-    """Stops torch from logging a traceback when an operator rejects its fake inputs in a call of
-    this code. The error that it raises has the same text."""
-    if not _quiet:
-        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_outside)
-    _quiet.add(code)
-
-
-def _is_outside(record: logging.LogRecord) -> bool:
-    if not str(record.msg).startswith("failed while attempting to run meta"):
-        return True
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _quiet:
-        frame = frame.f_back
-    return frame is None
-
-
-_quiet: set[types.CodeType] = set()
-
-
 # --- what is not captured
 
 
@@ -143,13 +120,9 @@ def note_uncaptured() -> None:
         stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
         if stack:
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
-            why += next((_HINTS[at.name] for at in stack if at.name in _HINTS), "")
             users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
-            at = users[-1] if users else None
-            place = (
-                ("", 0, "") if at is None else (at.filename, at.lineno or 0, users_name(at.name))
-            )
-            _BREAKS.append(GraphBreak(*place, why))
+            places = [(at.filename, at.lineno or 0, users_name(at.name)) for at in users[-1:]]
+            _BREAKS.append(GraphBreak(*(places or [("", 0, "")])[0], why))
             _COUNT[0] += 1
         stock(self, code_options, reason, exc)
 
@@ -157,10 +130,9 @@ def note_uncaptured() -> None:
 
 
 def skip_untraced(within: types.CodeType) -> None:
-    """Runs untraceable code in eager mode, if lines of the user have already run. A call in which
-    no line has run can start over without Dynamo; other calls cannot. Dynamo skips their frame as
-    after a graph break, and `untraced` returns the reason. Applies only in calls of the code
-    `within`."""
+    """Runs untraceable code in eager mode, in calls of the code `within`, if lines of the user have
+    already run: such a call cannot start over without Dynamo. Dynamo skips the frame as after a
+    graph break, and `untraced` returns the reason."""
 
     def convert(stock: Any, self: Any, frame: Any, *args: Any, skip: int = 0) -> Any:
         try:
@@ -230,11 +202,6 @@ def capture_is_off() -> str:
 _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
-_HINTS = {  # functions of torch that break a graph: how to avoid it
-    "_detect_is_causal_mask": " (nn.TransformerEncoder and similar modules compare a mask with a "
-    "causal one: pass is_causal=True if it is causal, else is_causal=False)",
-    "_canonical_mask": " (a mask and a padding mask of two dtypes: pass both as torch.bool)",
-}
 _AT = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # of a traceback
 _OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]

@@ -1,18 +1,15 @@
 """Kernels of our own: composite operators traced with symbolic sizes, products of experts, and
 products that accumulate in a wider dtype.
 
-C++ decomposes composite operators with sizes as ints. The kernels here keep sizes symbolic:
+The C++ of some composite operators reads sizes as ints: a graph traced with it is right for these
+sizes only. The kernels here keep sizes symbolic, and call the same operators as the C++ in the same
+order (torch's Python decompositions round differently):
 
     aten.upsample_nearest2d.vec(x, None, [2.0, 2.0])
     -> aten.upsample_nearest2d.default(x, [2*h, 2*w], 2.0, 2.0)
 
-The C++ of some composite operators predates symbols: it reads the ints, and the traced graph is
-right for these sizes only. Each kernel here calls the same operators as its C++, in the same order:
-a graph traced with symbols equals the C++ graph for numbers.
-
-torch's Python dispatcher decomposes some of them, and many more operators, with other rounding.
-The kernels here use a dispatch key that is enabled only in `SymbolicFakes` (`torch.export` uses it
-too, without our mode: there the C++ runs).
+They use a dispatch key that is enabled only in `SymbolicFakes` and in `torch.export`, where the C++
+runs.
 """
 
 from __future__ import annotations
@@ -167,11 +164,9 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:
 
 
 # --- products of experts
-#     transformers::grouped_mm_fallback(x, weight, offs)    a Python loop over experts
-#     torch.nn.functional.grouped_mm(x, weight, offs=offs)  what an eager call of the model runs
-# transformers shows Dynamo the first for all dtypes but bfloat16, because torch's tracing rejects
-# the second. Up to transformers 5.17 its backward reads the offsets, so it cannot be traced. The
-# operator here calls torch's function, opaque to traces: the kernels and bits of the eager model.
+# An eager model of transformers runs torch.nn.functional.grouped_mm(x, weight, offs=offs), which
+# torch cannot trace for all dtypes. So transformers shows Dynamo its `grouped_mm_fallback`, a loop
+# over experts. The operator here calls torch's function, opaque to traces: the same bits.
 
 _OPERATORS = torch.library.Library("megacompile", "FRAGMENT")
 _FALLBACK = "transformers::grouped_mm_fallback"
@@ -269,8 +264,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
 @functools.cache
 def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
     """True if addmm adds a half-precision product to a float32 matrix in place, or writes it there,
-    correctly. Documented for CUDA since torch 2.8; tested once, because not every backend supports
-    it."""
+    correctly: not every backend does."""
     addmm: Any = torch.addmm
     total = torch.full((16, 16), 1.0, device=device)
     factor = torch.full((16, 16), 1 / 1024, dtype=dtype, device=device)

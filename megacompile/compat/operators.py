@@ -129,17 +129,6 @@ def returns_views(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def changes_metadata(method: str) -> bool:
-    """True if a tensor's method changes its shape or strides in place (`squeeze_`)."""
-    if not method.endswith("_") or method.startswith("__"):
-        return False
-    packet = getattr(torch.ops.aten, method, None)
-    if packet is None:
-        return False
-    tags = [getattr(packet, name).tags for name in packet.overloads()]
-    return any(torch.Tag.inplace_view in each for each in tags)
-
-
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an ATen operator changes in place."""
     given = {

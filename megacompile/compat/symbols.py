@@ -103,9 +103,7 @@ class SymbolicFakes:
         self._stack: list[tuple[ExitStack, Any]] = []
         self._guards = -1  # their number when `holds` was built
         self._holds: Callable[..., bool] = bool
-        self.fixed: dict[sympy.Symbol, str] = {}  # symbols with one value -> the code that set it
-        self._noted: list[tuple[Any, str]] = []  # guards seen by `note_fixed`, with their code
-        self._fixed_at: dict[Any, str] = {}  # torch's symbol -> the code that first fixed it
+        self._noted: list[tuple[Any, str]] = []  # guards seen by `note_guards`, with their code
 
     def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
         source = ConstantSource(f"megacompile_{symbol.name}")
@@ -165,20 +163,11 @@ class SymbolicFakes:
         conditions = [guard.expr.xreplace(other._ours) for guard in other.env.guards]
         self.require(condition for condition in conditions if condition.free_symbols)
 
-    def note_fixed(self, where: Callable[[], str]) -> None:
-        """Note the symbols that got a single value since the last call. `where` names the code."""
-        new = self.env.guards[len(self._noted) :]
-        if not new:
-            return
-        place = where()
-        self._noted += [(guard.expr, place) for guard in new]
-        for guard in new:
-            if isinstance(guard.expr, sympy.Eq) and any(side.is_number for side in guard.expr.args):
-                for made in guard.expr.free_symbols:
-                    self._fixed_at.setdefault(made, place)
-        for symbol, made in self._theirs.items():
-            if symbol not in self.fixed and not self.env.replace(made).free_symbols:
-                self.fixed[symbol] = self._fixed_at.get(made) or place
+    def note_guards(self, where: Callable[[], str]) -> None:
+        """Note the guards since the last call. `where` names the code."""
+        if new := self.env.guards[len(self._noted) :]:
+            place = where()
+            self._noted += [(guard.expr, place) for guard in new]
 
     def broken(self, values: Sequence[_Value]) -> str:
         """The first noted guard that is false for these values of the symbols, with its code; "" if

@@ -162,17 +162,7 @@ def _flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())
     output = next(iter(reversed(graph.nodes)))
-    flat: list[Any] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, (tuple, list)):
-            for item in value:
-                collect(item)
-        else:
-            flat.append(value)
-
-    collect(output.args[0])
-    output.args = (tuple(flat),)
+    output.args = (tuple(_pytree.tree_leaves(output.args[0])),)
     module.recompile()
     return module
 

@@ -105,7 +105,7 @@ class Interpreter(fx.Interpreter):
         value = super().run_node(n)
         self.values.of[n] = _describe(value)
         if self.symbols is not None:
-            self.symbols.fakes.note_fixed(lambda: source_line(str(n.meta.get("stack_trace", ""))))
+            self.symbols.fakes.note_guards(lambda: source_line(str(n.meta.get("stack_trace", ""))))
         if is_wrapper(value):
             self.values.wrappers.add(n)
         for source in n.all_input_nodes if isinstance(value, torch.Tensor) else ():

@@ -200,7 +200,7 @@ class _Tracer:
                 decompositions = compat.inductor_decompositions()
             joint = self._traced(contextlib.nullcontext(), decompositions)
             joint = compute_ints(joint, self.stage.metas)
-            fakes.note_fixed(lambda: f"the stage {self.stage.name}, with its backward")
+            fakes.note_guards(lambda: f"the stage {self.stage.name}, with its backward")
         if not eager:
             check_floats(joint)
             return joint

@@ -264,7 +264,7 @@ class CapturedGraph:
             self.why_made = log.without_symbols(self.name, error, what)
             keys.append(_REFUSED)
             return None
-        self.why_made = log.other_sizes(self.name, program.fixed(), broken) or _OTHER
+        self.why_made = log.other_sizes(self.name, broken) or _OTHER
         key = (kind, self.made)
         keys.insert(0, key)
         for old in keys[PROGRAMS_AT_ONCE:]:

@@ -57,9 +57,9 @@ def _tell_dynamo() -> None:
     def is_on() -> bool:
         return bool(getattr(_HERE, "on", None))
 
-    compat.capture_dropout_as(dropout, is_on)
+    compat.capture_symbolic_as(torch.nn.functional.dropout, dropout, is_on, of_sizes=False)
     for stock, own in _SIZED.items():
-        compat.capture_sized_as(stock, own, is_on)
+        compat.capture_symbolic_as(stock, own, is_on)
 
 
 # Functions that read a size as an int.
@@ -116,9 +116,11 @@ def _backward_grid(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
 # Dropout.
 
 
-def dropout(x: Tensor, rate: float) -> Any:
-    """The function that Dynamo captures for `F.dropout(x, rate)` in training."""
-    return torch.ops.megacompile.draw_dropout(x, rate)[0]
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """The function that Dynamo captures for `F.dropout`."""
+    if training and not inplace:
+        return torch.ops.megacompile.draw_dropout(input, p)[0]
+    return (torch.dropout_ if inplace else torch.dropout)(input, p, training)
 
 
 def _draw(x: Tensor, rate: float) -> tuple[Tensor, Tensor]:

@@ -225,7 +225,7 @@ class Program:
             self.executors[variant] = Executor(schedule, self.machine)
             for template in schedule.templates:
                 if template.symbols is not None:
-                    template.symbols.fakes.note_fixed(lambda: "its compiled code")
+                    template.symbols.fakes.note_guards(lambda: "its compiled code")
                     self._note(template.symbols)
         return self.executors[variant]
 
@@ -259,14 +259,6 @@ class Program:
             if why := fakes.broken([values[k] for k in positions]):
                 return why
         return ""
-
-    def fixed(self) -> dict[int | float, str]:
-        """The symbol values that its code is specialized on, and the code that requires them."""
-        asked: dict[int | float, str] = {}
-        for fakes in self._fakes:  # the captured graph's first: they name the line
-            for symbol, where in fakes.fixed.items():
-                asked.setdefault(fakes.hints[symbol], where)
-        return asked
 
     @functools.cached_property
     def size_bytes(self) -> Callable[..., int]:

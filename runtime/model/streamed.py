@@ -64,7 +64,6 @@ class StreamedModel:
         compat.note_uncaptured()
         compat.follow_containers()
         compat.skip_untraced(StreamedModel._run.__code__)
-        compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
         compat.leave_out_of_copies(StreamedModel, ModuleCall, Replacement)
         compat.show_classes(StreamedParameter)

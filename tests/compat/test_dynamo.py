@@ -187,7 +187,8 @@ def test_dropout_is_captured_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setitem(handlers(), nn.functional.dropout, None)  # put back behind the test
     del handlers()[nn.functional.dropout]
-    compat.capture_dropout_as(scaled, lambda: wanted[0])
+    stock = nn.functional.dropout
+    compat.capture_symbolic_as(stock, scaled, lambda: wanted[0], of_sizes=False)
     function = torch.compile(lambda x, rate: nn.functional.dropout(x, rate), backend=keeping(made))
     for wanted[0], rates in ((False, (0.1, 0.2, 0.3)), (True, (0.4, 0.5, 0.6))):
         for rate in rates:

@@ -18,9 +18,6 @@ from torch import Tensor, fx, nn
 from megacompile import compat
 from tests.zoo import equal
 
-CAUSAL = nn.Transformer.generate_square_subsequent_mask(4)
-PADDING = torch.tensor([[False, False, False, True], [False, False, True, True]])
-
 
 def eager(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     del examples
@@ -142,29 +139,6 @@ def test_caches_are_given_back() -> None:
     compat.release_device_cache(device)
     assert torch.cuda.memory_allocated() <= held
     assert torch.cuda.memory_reserved() <= reserved - 16 * 2**20  # that of `a` at least
-
-
-# --- torch's own checks of masks
-
-
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ({}, "pass is_causal=True if it is causal"),
-        ({"is_causal": True, "src_key_padding_mask": PADDING}, "pass both as torch.bool"),
-        ({"is_causal": True, "src_key_padding_mask": PADDING, "mask": CAUSAL.isinf()}, ""),
-    ],
-)
-def test_a_break_in_a_check_of_a_mask_says_what_to_pass(given: dict[str, Any], hint: str) -> None:
-    compat.note_uncaptured()
-    torch._dynamo.reset()
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    before = compat.uncaptured()
-    torch.compile(encoder, backend=eager)(torch.ones(2, 4, 8), **{"mask": CAUSAL, **given})
-    found = [each.why for each in tuple(compat.graph_breaks())[: compat.uncaptured() - before]]
-    assert bool(found) == bool(hint)
-    assert not found or any(hint in why for why in found), found
 
 
 class Keeps(nn.Module):

@@ -324,20 +324,20 @@ def test_who_relies_on_a_relation_or_a_size_is_noted() -> None:
     with fakes:
         assert compat.fakes_in([3, torch.zeros(2)]) is fakes
         assert fakes.number(ROWS) % 4 == 0
-        fakes.note_fixed(lambda: "the first")
+        fakes.note_guards(lambda: "the first")
         assert fakes.number(ROWS) < 100
-        fakes.note_fixed(lambda: "the second")
+        fakes.note_guards(lambda: "the second")
     assert fakes.broken([16]) == ""
     assert fakes.broken([18]).startswith("the first relies on ") and "n0" in fakes.broken([18])
     assert fakes.broken([200]).startswith("the second relies on ")
     fakes = compat.SymbolicFakes({ROWS: 12})
     half = fakes.number(ROWS) // 2
-    fakes.note_fixed(lambda: "nobody")
+    fakes.note_guards(lambda: "nobody")
     assert int(half) == 6
-    fakes.note_fixed(lambda: "the first")
+    fakes.note_guards(lambda: "the first")
     assert fakes.number(ROWS) == 12
-    fakes.note_fixed(lambda: "the second")
-    assert fakes.fixed == {ROWS: "the first"} and not fakes.has_floats
+    fakes.note_guards(lambda: "the second")
+    assert fakes.broken([16]).startswith("the first relies on ") and not fakes.has_floats
 
 
 def test_powers_of_negative_numbers() -> None:

@@ -162,8 +162,8 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
     (another_case, UserWarning, f"megacompile: Function {ANEW}{GUARD}{FEWER}"),
     (a_part_by_itself, UserWarning, f"megacompile: Sequential {ANEW}{GUARD}{FEWER}"),
     (asked_size, UserWarning,
-        f"megacompile: Function {ANEW}each value of a size gets its own code: the stage Function, "
-        "with its backward; pad to a few sizes"),
+        f"megacompile: Function {ANEW}other sizes need their own code: the stage Function, with "
+        "its backward relies on Eq(n0, {}); pad to a few sizes"),
     (unscheduled, UserWarning,
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: parameter "
         "'layer.weight' is changed in place by clamp_"),

@@ -86,7 +86,7 @@ def count(entry: Entry) -> Counted:
         [step.programs for step in ours.steps],
         theirs.graphs,
         all(abs(a - b) <= tolerance * abs(a) for a, b in losses),
-        tuple(dict.fromkeys(line for line in late if "its own code" in line)),
+        tuple(dict.fromkeys(line for line in late if "own code" in line)),
     )
 
 
