@@ -117,11 +117,9 @@ def _cgroups() -> list[dict[str, int]]:
 
 def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
     """Location of this process's cgroup: its root folder, its path, and the names of its files."""
-    lines = _read(Path("/proc/self/cgroup")).splitlines()
     paths = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, place = rest.partition(":")
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        controllers, _, place = line.partition(":")[2].partition(":")
         if not controllers or "memory" in controllers.split(","):
             paths["memory" if controllers else ""] = PurePosixPath(place)
     for root, path in paths.items():
@@ -161,11 +159,9 @@ def _read(path: Path) -> str:
 
 
 class PageLocks:
-    """The page-locked memory of this process, and the limit that the system sets. The limit is not
-    known in advance. NVIDIA's driver ignores `ulimit -l`; WSL 2 may allow as little as 0.5 GiB, and
-    some containers none. So it is found by trying: an amount that was refused is not requested
-    again, and the remaining buffers stay pageable. The numbers are the same, but copies are slower,
-    and plans count on that (`megacompile.cost.hardware`)."""
+    """The page-locked memory of this process, and the limit that the system sets, which is found by
+    trying (WSL 2 may allow 0.5 GiB, some containers none). An amount that was refused is not
+    requested again: the remaining buffers stay pageable, and plans count on slower copies."""
 
     def __init__(self) -> None:
         self._locked: dict[int, int] = {}  # bytes by address; for access by several threads

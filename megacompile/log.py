@@ -142,22 +142,16 @@ def buckets_placed(name: str, buckets: Sequence[Bucket], node: object = None) ->
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
 
 
-def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> str:
-    """Log that each set of sizes, or each value of a float, gets its own code. Returns the
-    reason."""
+def without_symbols(error: Exception, what: str) -> str:
+    """The reason why each set of sizes, or each value of a float, gets its own code."""
     why, line = str(error).strip().split("\n")[0], source_line(str(error))
-    return _own_code(name, f"each {what} gets its own code: {why}{f' ({line})' if line else ''}")
+    return f"each {what} gets its own code: {why}{f' ({line})' if line else ''}"
 
 
-def other_sizes(name: str, broken: str) -> str:
-    """Log why other sizes get their own code, and return it, or "": the relation of sizes that an
-    existing program relies on (`broken`)."""
-    return _own_code(name, f"other sizes need their own code: {broken}") if broken else ""
-
-
-def _own_code(name: str, text: str) -> str:
-    logger("capture").info("%s: %s", name, text)
-    return text
+def own_code(name: str, why: str) -> str:
+    """Log why other sizes get their own code, and return the reason."""
+    logger("capture").info("%s: %s", name, why)
+    return why
 
 
 def compiled(name: str, found: int, made: int, time_s: float) -> None:

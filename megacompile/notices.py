@@ -1,7 +1,4 @@
-"""Warnings that point at the user's line.
-
-A warning may come from hooks, decorators and generated code, so the number of frames up to the
-user's code varies. It is found from the frames.
+"""Warnings that point at the user's line, from hooks, decorators and generated code too.
 
 If ranks share a model, warnings that are the same in all ranks come from one of them; other
 warnings name their rank. A subject identifies a warning that appears once for the process or for an

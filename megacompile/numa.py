@@ -1,15 +1,13 @@
 """The NUMA node of a GPU: placement of host memory and threads near it.
 
-In a machine with several sockets, a copy between a GPU and another socket's memory crosses the link
-between sockets, which is slower than PCIe and shared. A page is placed on the node of the thread
-that touches it first, unless the process has a memory policy (`numactl`). Therefore
+A copy between a GPU and another socket's memory crosses the link between sockets, which is slower
+than PCIe and shared. A page is placed on the node of the thread that touches it first. Therefore
 
     threads that touch memory for copies   run on the cores of the GPU's node
     threads that update                    run there, if the node has a core for each of them
 
-Memory is not bound: if the node is full, pages come from another one. Nothing is done on a machine
-with one node, if the system does not name the GPU's node (most virtual machines), or if the user
-has chosen only cores of other nodes.
+Nothing is done on a machine with one node, if the system does not name the GPU's node (most virtual
+machines), or if the user has chosen only cores of other nodes.
 """
 
 from __future__ import annotations
@@ -82,11 +80,10 @@ def _siblings(cores: Collection[int], root: Path) -> int:
 
 def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozenset[int]:
     """The cores for threads of updates, of which each of `processes` with GPUs on the node has
-    `threads`; none: the system decides. Threads run near the GPU if the node has a core for each.
-    Otherwise they need the cores and memory bandwidth of other nodes too: memory that only the CPU
-    uses, such as optimizer states, is placed by its thread."""
-    fits = node is not None and threads * processes * node.siblings <= len(node.cores)
-    return node.cores if node is not None and fits else frozenset()
+    `threads`: the node's if it has a core for each; else none, and the system decides."""
+    if node is None or threads * processes * node.siblings > len(node.cores):
+        return frozenset()
+    return node.cores
 
 
 def usable_cores() -> int:

@@ -68,15 +68,8 @@ class Options:
 
     @staticmethod
     def resolve(**given: Any) -> Options:
-        """Check the user's options, and fill in defaults.
-
-        Args:
-            given: values by name, as passed to `megacompile()`.
-
-        Raises:
-            OptionError: a value is of another type, out of range or contradicts another, or the
-                device does not exist.
-        """
+        """Check the user's options, passed by name to `megacompile()`, and fill in defaults. Raises
+        an OptionError if a value is not accepted, or contradicts another one."""
         above: dict[str, Any] = {}
         for field in fields(Options):
             if field.name in given or field.default is MISSING:
@@ -89,8 +82,7 @@ class Options:
     @property
     def ranks(self) -> int:
         """Number of ranks that shard each parameter. With several, plans decide nothing that
-        changes collectives: ranks with other input shapes, rates and budgets must issue the same
-        ones."""
+        changes collectives."""
         mesh = self.mesh
         if mesh is None or isinstance(mesh, PlannedMesh):
             return 1 if mesh is None else mesh.ranks

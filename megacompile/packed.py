@@ -99,10 +99,9 @@ def packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 
 def settle(model: nn.Module) -> None:
     """Normalize packed parameters between two calls, so that they share no state tensors.
-    bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call.
-    In the first call for inference on a CPU it replaces 4-bit weights by another format, which
-    loses bits, and can convert them back. Its 4-bit weights share the code of their statistics:
-    each layer would need the first one's bucket."""
+    bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call,
+    replaces 4-bit weights by another format in the first call for inference on a CPU, and shares
+    the code of the statistics of 4-bit weights."""
     for module in model.modules():
         for param in compat.parameters_of(module).values():
             initialize = getattr(module, "init_8bit_state", None)

@@ -44,12 +44,11 @@ class _Line:
 
 
 _lines: list[_Line] = []  # the outermost first
-_WAIT = "a wait off a terminal"
 
 
 def _print_once(line: _Line) -> None:
     """Print the current work; once in this process."""
-    if (what := line.now()) and notices.is_new(_WAIT):
+    if (what := line.now()) and notices.is_new("a wait off a terminal"):
         print(
             f"megacompile: {what} ... (the first step may take minutes; shown once; "
             f"{log.VARIABLE}=time logs the time of each part)",
@@ -64,17 +63,11 @@ def bar(
 ) -> Iterator[Callable[[int], object]]:
     """Show a bar of `total` units; yields a function that advances it. `show=None`: only on a
     terminal."""
-    disable = None if show is None else not show
     now("")
     start = time.perf_counter()
-    with tqdm(
-        total=total,
-        desc=f"megacompile: {what}",
-        unit=unit,
-        unit_scale=unit == "B",
-        disable=disable,
-        leave=False,
-    ) as progress:
+    options = {"disable": None if show is None else not show, "leave": False}
+    text = f"megacompile: {what}"
+    with tqdm(total=total, desc=text, unit=unit, unit_scale=unit == "B", **options) as progress:
         yield progress.update
     log.took(what, time.perf_counter() - start)
 
@@ -129,8 +122,7 @@ def now(what: str) -> None:
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Change the text of this thread's line, if any, within the block. The outer text's time goes
-    on, and phases of one name are logged together."""
+    """Change the text of this thread's line, if any, within the block."""
     current = _line()
     if current is None:
         yield

@@ -125,13 +125,8 @@ def host_rows(
     ranks: int = 1,
 ) -> list[tuple[str, int]]:
     """Rows of (what, bytes) of host memory that `megacompile()` needs beyond the model's own, in
-    one of `ranks` that shard it.
-
-    Args:
-        gradients: True if gradients are kept on the host.
-        device_bytes: device memory for resident buckets with their gradients.
-        on_disk: True if parameters go to a disk.
-    """
+    one of `ranks` that shard it. `gradients`: they are kept on the host; `device_bytes`: for
+    resident buckets with their gradients; `on_disk`: parameters go to a disk."""
     sizes = [(tensor, -(-size // ranks)) for tensor, size in _sizes(model)]
     moved = [n for leaf, n in sizes if leaf.device.type != "cpu" and not on_disk]
     trained = sum(size for leaf, size in sizes if leaf.requires_grad and gradients)

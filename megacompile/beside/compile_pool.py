@@ -1,18 +1,16 @@
 """Worker processes that compile stages into Inductor's caches on disk.
 
-Inductor compiles the graphs of a process one by one: a minute of Python for a model, while most
-cores are idle. Here several processes compile a graph each, and this process loads each result from
-the caches in tens of milliseconds.
+Inductor compiles the graphs of a process one by one. Here several processes compile a graph each,
+and this process loads each result from the caches in tens of milliseconds.
 
     compiling   this process needs the code now: it compiles graphs that no worker has started, and
                 waits for the others
     submit      this process continues with other work until all graphs are in the caches
 
-The first workers start while a model is captured, because importing torch takes seconds. They end
-when the graphs of the first plan have code: compiling for a GPU takes device memory in each worker,
-and the first step needs it. Later workers load no kernels, take no device memory, and end when they
-have been idle. In unusual cases (no caches, a graph or options that cannot be sent, a worker that
-ends or takes too long) this process compiles.
+The first workers start while a model is captured, because importing torch takes seconds. They take
+device memory, and end when the graphs of the first plan have code. Later workers load no kernels,
+take no device memory, and end when they have been idle. This process compiles what they cannot (no
+caches, a graph or options that cannot be sent, a worker that ends or takes too long).
 
 MEGACOMPILE_COMPILE_PROCESSES sets their number; by default some with a GPU and many cores.
 """
@@ -57,8 +55,6 @@ Take = Callable[[fx.GraphModule], None]
 
 
 class GraphToCompile(NamedTuple):
-    """A graph to compile."""
-
     part: fx.GraphModule  # the template's graph that needs the code
     module: fx.GraphModule  # the graph for Inductor
     inputs: Sequence[torch.Tensor]  # fake
@@ -151,22 +147,15 @@ class CompilePool:
     def _serve(self, process: Process) -> None:
         """Send jobs to one process, one by one."""
         works = process.hear() == _READY
-        while works:
-            try:
-                item = self._jobs.get(timeout=self._idle_s)
-            except queue.Empty:
-                break
-            if item is None:
-                break
-            future, job = item
-            fulfil(future, functools.partial(_carry_out, process, job))
-            works = process.status is None
+        with contextlib.suppress(queue.Empty):
+            while works and (item := self._jobs.get(timeout=self._idle_s)) is not None:
+                fulfil(item[0], functools.partial(_carry_out, process, item[1]))
+                works = process.status is None
         process.stop()
         if self.is_over:
             with contextlib.suppress(queue.Empty):
                 while True:  # fail the jobs that have not started
-                    item = self._jobs.get_nowait()
-                    if item is not None:
+                    if (item := self._jobs.get_nowait()) is not None:
                         fulfil(item[0], _no_process)
             self._jobs.put(None)  # the other threads end too
 
@@ -281,8 +270,7 @@ _pool: CompilePool | None = None
 
 def start(device: torch.device, *, loads: bool = True) -> None:
     """Start the pool for a device, if it is not running; `loads`: the processes may take device
-    memory, for a model's first graphs. Raises an OptionError if MEGACOMPILE_COMPILE_PROCESSES is
-    not a number."""
+    memory. Raises an OptionError if MEGACOMPILE_COMPILE_PROCESSES is not a number."""
     global _pool
     if _pool is not None and not _pool.is_over:
         return

@@ -132,11 +132,8 @@ def _until_it_closes(pipe: Any, read: Callable[[bytes], object]) -> None:
         os._exit(1)
 
 
-# Host memory of helper processes, which a budget leaves free.
-#
-# They run while the first step fills the host with gradients and states. Measured with
-# `python -m benchmarks.beside_memory`; decision 33 has the figures. The processes of `compile_pool`
-# do not count, because they end before a step.
+# Host memory of helper processes, which a budget leaves free: those that run in the first step.
+# Measured with `python -m benchmarks.beside_memory`; decision 33 has the figures.
 
 _MIB = 2**20
 _FIRST = 256 * _MIB  # the process that Inductor's workers are forked from, with torch and Triton

@@ -52,23 +52,10 @@ class CacheCounts(NamedTuple):
 
 
 def cache_counts() -> CacheCounts:
-    """Graphs that Inductor compiled so far, including those that `counted` saw without caches."""
+    """Graphs that Inductor compiled so far; it counts none if its caches are off."""
     of = counters["inductor"]
     made = of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
-    return CacheCounts(of["fxgraph_cache_hit"], made + _uncounted[0])
-
-
-_uncounted = [0]  # graphs compiled without a cache lookup
-
-
-@contextmanager
-def counted() -> Iterator[None]:
-    """A context that counts one compilation by Inductor, which counts nothing itself if its
-    caches are off."""
-    before = cache_counts()
-    yield
-    if cache_counts() == before:
-        _uncounted[0] += 1
+    return CacheCounts(of["fxgraph_cache_hit"], made)
 
 
 _REDUCED = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16"))

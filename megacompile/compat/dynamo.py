@@ -24,8 +24,6 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from megacompile.compat.caches import counted
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 CALL_OPTIONS = {
@@ -230,8 +228,7 @@ def compiled_function(
     """`torch.compile(function)` for arguments like these, of any size, as a plain function. It runs
     Dynamo's code without guards, and `torch.compiler.reset()` does not remove it."""
     fresh = _function_of(function.__code__.replace(), function, function.__globals__)
-    with counted():
-        torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)
+    torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)
     frame: Any = torch._C._dynamo.eval_frame
     (entry,) = frame._debug_get_cache_entry_list(fresh.__code__)  # a new code object: one entry
     return _function_of(entry.code, function, dict(function.__globals__))  # keeps Dynamo's names

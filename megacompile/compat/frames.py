@@ -46,11 +46,6 @@ def is_called_first(code: types.CodeType) -> bool:
     return _has_begun(code, sys._getframe(1)) is False
 
 
-def has_begun(code: types.CodeType, following: types.CodeType) -> bool:
-    """True if a line of the user has run in a call of this code. `following` is about to run."""
-    return _has_begun(code, sys._getframe(1), begun=_is_resumed(following)) is True
-
-
 def _has_begun(
     code: types.CodeType, frame: types.FrameType | None, *, begun: bool = False
 ) -> bool | None:
@@ -138,7 +133,8 @@ def skip_untraced(within: types.CodeType) -> None:
         try:
             found = stock(self, frame, *args, skip=skip + 2)
         except CAPTURE_ERRORS as error:
-            if not any(has_begun(code, frame.f_code) for code in _within):
+            at, begun = sys._getframe(), _is_resumed(frame.f_code)
+            if not any(_has_begun(code, at, begun=begun) for code in _within):
                 raise
             tries, _ = _untraced.get(frame.f_code, (0, None))
             _untraced[frame.f_code] = (tries + 1, untraced_by(error))

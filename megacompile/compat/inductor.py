@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import Mod
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megacompile.compat.caches import code_cache, counted
+from megacompile.compat.caches import code_cache
 from megacompile.compat.graphs import copy_graph
 from megacompile.compat.operators import define_taking, taken_tensors
 from megacompile.compat.patches import replace
@@ -80,9 +80,8 @@ def split_joint(
     static_primals: Sequence[int],
     memory_budget: float = 1.0,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward). With a
-    budget below 1 it runs nodes on fake values to count their cost. The graphs generate their
-    Python code on the first call; most are never called."""
+    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward). The
+    graphs generate their Python code on the first call; most are never called."""
     budget = functorch_config.patch(activation_memory_budget=memory_budget)
     with budget, _use_lazy_graph_module(True):
         return min_cut_rematerialization_partition(
@@ -108,28 +107,22 @@ def prefers_channels_last(module: fx.GraphModule) -> bool:
     return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
-def mark_must_recompute(node: fx.Node) -> None:
-    """Make the partitioner recompute a node's value in the backward."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta["ac_graph_id"] = 0
-
-
-def mark_must_save(node: fx.Node) -> None:
-    """Make the partitioner save a node's value for the backward."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+def mark_recompute(node: fx.Node, *, must: bool) -> None:
+    """Make the partitioner recompute a node's value in the backward, or save it."""
+    policy = CheckpointPolicy
+    node.meta["recompute"] = policy.MUST_RECOMPUTE if must else policy.MUST_SAVE
     node.meta["ac_graph_id"] = 0
 
 
 def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., Any]:
-    """Compile an ATen graph with Inductor; `inputs` are fake tensors and symbols. Does not trace a
-    functional graph again: AOTAutograd would take a sixth of the time, and wrap the compiled
-    code."""
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors and symbols. AOTAutograd does
+    not trace a functional graph again, which would take a sixth of the time."""
     _keep_strides_of_biases()
     module = _with_draws_apart(module, inputs)
     mode = _mode_of(inputs)
     context = TracingContext(mode) if mode else None
     # the graph contains its casts
-    with tracing(context), counted(), without_autocast(), _for_all_sizes(inputs):
+    with tracing(context), without_autocast(), _for_all_sizes(inputs):
         if not _needs_no_tracing(module):
             compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
             return compiled
@@ -156,9 +149,8 @@ def _mode_of(inputs: Sequence[Any]) -> FakeTensorMode | None:
 
 @functools.cache
 def _keep_strides_of_biases() -> None:
-    """Makes Inductor keep the traced strides of the bias of attention's backward. The kernel of
-    memory-efficient attention needs rows aligned to 4 elements. With symbolic sizes, Inductor
-    copies a padded bias to an unpadded one."""
+    """Makes Inductor keep the traced strides of the bias of attention's backward. Kernels need rows
+    aligned to 4 elements; with symbolic sizes, Inductor copies a padded bias to an unpadded one."""
     for operator in _BIASED_BACKWARDS:
         position = [argument.name for argument in operator._schema.arguments].index("attn_bias")
         stock = inductor_lowering.maybe_layout_constraints(operator)
@@ -181,24 +173,12 @@ def _with_bias_as_traced(
 
 @contextmanager
 def _for_all_sizes(inputs: Sequence[Any]) -> Iterator[None]:
-    """A context in which code compiled with symbols is right for all sizes. Otherwise Inductor
-    recompiles if a size is a multiple of 8 (an attention mask), and on either side of each size
-    above which some kernels are slightly faster fused."""
+    """A context in which code compiled with symbols is right for all sizes: Inductor assumes no
+    multiples of 8 (an attention mask), and no sizes above which fused kernels are faster."""
     sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else (x,))]
     if not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in sizes):
         yield
         return
-    _assume_no_multiples()
-    token = _ALL_SIZES.set(True)
-    try:
-        with inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": True}):
-            yield
-    finally:
-        _ALL_SIZES.reset(token)
-
-
-def _assume_no_multiples() -> None:
-    """Makes Inductor assume no divisibility of sizes in code for all sizes."""
 
     def guard_or_false(stock: Any, self: SizeVarAllocator, relation: Any) -> bool:
         atoms: Callable[[type], Any] = getattr(relation, "atoms", lambda kind: ())
@@ -207,13 +187,18 @@ def _assume_no_multiples() -> None:
         return bool(stock(self, relation))
 
     replace(SizeVarAllocator, "guard_or_false", guard_or_false)
+    token = _ALL_SIZES.set(True)
+    try:
+        with inductor_config.patch({"triton.mix_order_reduction_non_strict_mode": True}):
+            yield
+    finally:
+        _ALL_SIZES.reset(token)
 
 
 def _with_draws_apart(module: fx.GraphModule, inputs: Tensors) -> fx.GraphModule:
-    """A copy whose draws are operators that Inductor calls without lowering them, if it would lower
-    a `bernoulli` to one that writes into a buffer. In torch 2.11, readers of that buffer can be
-    fused with code before the write. On CUDA, where Inductor draws its own random numbers, there is
-    no such buffer."""
+    """A copy whose draws are operators that Inductor calls without lowering them, where it would
+    lower a `bernoulli` to one that writes into a buffer, not on CUDA: in torch 2.11, readers of
+    that buffer can be fused with code before the write."""
     decomposed = any(x.is_cuda for x in inputs if isinstance(x, torch.Tensor))
     draws = module.graph.find_nodes(op="call_function", target=_BERNOULLI)
     if not draws or (decomposed and not inductor_config.fallback_random):
@@ -263,13 +248,8 @@ def _hand_graphs_on() -> None:
 
 
 def packed_graph(module: fx.GraphModule) -> bytes:
-    """Serialise a graph of `compile_inductor` for another process; `unpacked_graph` loads it there.
-
-    Drops the nodes' metadata: it may refer to nodes, and their values are computed again.
-
-    Raises:
-        Exception: of any kind; a graph may contain objects that cannot be pickled.
-    """
+    """Serialise a graph of `compile_inductor`, without its nodes' metadata, for another process.
+    Raises exceptions of any kind: a graph may contain objects that cannot be pickled."""
     if any("unbacked_bindings" in node.meta for node in module.graph.nodes):
         raise ValueError("a size in the graph depends on data")
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
@@ -303,9 +283,7 @@ def compiles_in_processes() -> bool:
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles kernels, unless the user disabled them. They
-    take seconds to import torch. Until one is ready, Inductor compiles kernels one by one in this
-    process."""
+    """Start the processes in which Inductor compiles kernels, unless the user disabled them."""
     async_compile.maybe_warm_pool()
 
 
@@ -319,13 +297,10 @@ def without_device_memory() -> Iterator[None]:
     """A context that compiles for a GPU without a CUDA context: kernels are not loaded, and fake
     tensors do not initialise the device."""
 
-    def nothing(_: Any) -> None:
-        pass
-
     with (
-        mock.patch.object(fake_tensor, "init_gpu_context", nothing),
-        mock.patch.object(CachingAutotuner, "_make_launchers", nothing),
-        mock.patch.object(CachingAutotuner, "_dynamic_scale_rblock", nothing),
+        mock.patch.object(fake_tensor, "init_gpu_context", lambda _: None),
+        mock.patch.object(CachingAutotuner, "_make_launchers", lambda _: None),
+        mock.patch.object(CachingAutotuner, "_dynamic_scale_rblock", lambda _: None),
     ):
         yield
 
@@ -340,8 +315,8 @@ def has_cpp_compiler() -> bool:
 
 
 def vector_isas() -> list[str]:
-    """The vector instruction sets that Inductor's CPU code may use here. The first call tests each:
-    torch builds a library and loads it in a process that imports torch."""
+    """The vector instruction sets that Inductor's CPU code may use here. The first call tests each,
+    in a process that imports torch."""
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 

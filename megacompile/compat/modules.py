@@ -24,11 +24,6 @@ APPLY = "_apply"
 # The attribute with the function that replaces a module's call.
 COMPILED_CALL = "_compiled_call_impl"
 
-# Live functions of `frame_of`, by name.
-_frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()
-_named: set[str] = set()  # all names so far
-
-
 # The function that replaces a module's call, from `module.compile()` or `megacompile()`.
 compiled_call: Callable[[torch.nn.Module], Callable[..., Any] | None] = operator.attrgetter(
     "_compiled_call_impl"
@@ -41,11 +36,10 @@ def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) 
 
 
 def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:
-    """A function that calls a model with its hooks, for Dynamo to capture. Dynamo skips frames of
-    torch.nn itself, so `nn.Sequential` needs a frame around it. It counts recompilations by code
-    object, and records changed sizes by a function's file, line and name. One model's sizes must
-    not make another's symbolic: live functions have distinct names ("name_2"), and a reused name
-    starts without records."""
+    """A function that calls a model with its hooks, for Dynamo to capture: it skips frames of
+    torch.nn itself (`nn.Sequential`). It records changed sizes by a function's file and name. One
+    model's sizes must not make another's symbolic: live functions have distinct names ("name_2"),
+    and a reused name starts without records."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -54,19 +48,17 @@ def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:
     names = itertools.chain([name], (f"{name}_{k}" for k in itertools.count(2)))
     own = next(each for each in names if each not in _frames)
     call.__code__ = call.__code__.replace(co_name=own)
-    if own in _named:
-        _forget_sizes(call.__code__)
+    remembered = pgo.get_code_state() if own in _named else {}
+    place = (call.__code__.co_filename, own)
+    for key in [key for key in remembered if (key.filename, key.name) == place]:
+        del remembered[key]
     _named.add(own)
     _frames[own] = call
     return call
 
 
-def _forget_sizes(code: types.CodeType) -> None:
-    """Drop Dynamo's records of changed sizes for functions of this file and name."""
-    remembered = pgo.get_code_state()
-    place = (code.co_filename, code.co_name)
-    for key in [key for key in remembered if (key.filename, key.name) == place]:
-        del remembered[key]
+_frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()  # live, by name
+_named: set[str] = set()  # all names so far
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -84,11 +76,6 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(modules.values())
 
 
-def compiled_calls(modules: Iterable[torch.nn.Module]) -> list[Callable[..., Any] | None]:
-    """`compiled_call` of each module."""
-    return [module._compiled_call_impl for module in modules]
-
-
 def holders(modules: Iterable[torch.nn.Module], kind: str) -> list[dict[Any, Any]]:
     """The modules' live dicts of a kind, without empty ones: "parameters", "buffers" or
     "forward_hooks"."""
@@ -96,23 +83,19 @@ def holders(modules: Iterable[torch.nn.Module], kind: str) -> list[dict[Any, Any
     return [holder for module in modules if (holder := getattr(module, name))]
 
 
-# A module's own parameters; the dict is live.
-# Writing to it does not call a subclass's `__setattr__`.
+# A module's own parameters and buffers; the dicts are live.
 parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = (
     operator.attrgetter("_parameters")
 )
-
-# A module's own buffers; the dict is live.
 buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter(
     "_buffers"
 )
 
 
 def convert_in_place(kind: type[torch.Tensor]) -> None:
-    """Makes `module.to(...)` and similar methods set the `data` of parameters of this class. For a
-    wrapper subclass, torch swaps the parameter for a detached copy, even if nothing changes:
-    autograd would miss its later uses. Dynamo captures torch's own method. A DTensor does not
-    support setting `data`: torch swaps one that changes."""
+    """Makes `module.to(...)` and similar methods set the `data` of parameters of this class. torch
+    swaps a wrapper subclass for a detached copy, even if nothing changes: autograd would miss its
+    later uses. A DTensor that changes is swapped, because it does not support setting `data`."""
     if kind in _CONVERTED_IN_PLACE:
         return
     _CONVERTED_IN_PLACE.append(kind)
@@ -120,9 +103,7 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:
 
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         own = [p for p in self._parameters.values() if isinstance(p, kind)]
-        if torch.compiler.is_compiling() or not own:
-            return stock(self, fn, recurse)
-        if _is_exchanged(own, fn):
+        if torch.compiler.is_compiling() or not own or _is_exchanged(own, fn):
             return stock(self, fn, recurse)
         _convert(self, fn, recurse)
         return self
@@ -158,13 +139,10 @@ _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 
 
 def leave_out_of_copies(*kinds: type) -> None:
-    """Leaves attributes of these classes out of copies and pickles of modules. torch itself leaves
-    out `_compiled_call_impl`, but not for a class with its own `__getstate__` (`nn.LSTM`), and it
-    keeps methods in a module's `__dict__`."""
-    new = [kind for kind in kinds if kind not in _LEFT_OUT]
-    if not _LEFT_OUT:
-        torch.nn.Module.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
-    _LEFT_OUT.extend(new)
+    """Leaves attributes of these classes out of copies and pickles of modules. torch leaves out
+    `_compiled_call_impl` only, and not for a class with its own `__getstate__` (`nn.LSTM`)."""
+    torch.nn.Module.__reduce_ex__ = _reduce_ex  # type: ignore[method-assign, assignment]
+    _LEFT_OUT.extend(kind for kind in kinds if kind not in _LEFT_OUT)
 
 
 def _reduce_ex(self: torch.nn.Module, protocol: Any) -> Any:

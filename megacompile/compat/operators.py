@@ -94,8 +94,8 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
 
 
 def map_values(function: Callable[[Any], Any], func: Any, values: Any) -> Any:
-    """`tree_map` over an operator's arguments or results. ATen operators use only lists, tuples and
-    dicts with names as keys: these take a tenth of the time."""
+    """`tree_map` over an operator's arguments or results; those of ATen operators, lists, tuples
+    and dicts, take a tenth of the time."""
     if isinstance(func, torch._ops.OpOverload):
         return _mapped(function, values)
     return tree_map(function, values)
@@ -211,8 +211,7 @@ CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default
 # The product of fp8 matrices, each with a scale.
 SCALED_MM = torch._scaled_mm
 
-# Functions on lists of tensors: of clip_grad_norm_, zero_grad, and of
-# torch.optim, which counts steps with one.
+# Functions on lists of tensors.
 FOREACH_NORM = torch._foreach_norm
 FOREACH_COPY = torch._foreach_copy_
 FOREACH_MUL = torch._foreach_mul_

@@ -60,9 +60,7 @@ def unflatten_wrapper(
     return new
 
 
-# A context in which new tensors are not inference tensors.
-# `torch.inference_mode(False)` does the same in Python. This one is in C: a signal that raises
-# does not leave the mode changed.
+# `torch.inference_mode(False)` in C: a signal that raises does not leave the mode changed.
 outside_inference_mode: Callable[[], AbstractContextManager[None]] = functools.partial(
     _C._InferenceMode, False
 )
@@ -109,37 +107,15 @@ def is_alone(tensor: torch.Tensor) -> bool:
 version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """`version` of each tensor."""
-    return list(map(version, tensors))
-
-
 # The base of a view, for autograd; None for a tensor that is no view.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
-def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """The user's `register_post_accumulate_grad_hook` hooks of a parameter."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def gradient_hooks(param: torch.Tensor) -> bool:
-    """True if the user called `register_hook` on a parameter."""
-    return bool(param._backward_hooks)
-
-
-def any_hooked(params: Sequence[torch.Tensor]) -> bool:
-    """True if any parameter has `gradient_hooks` or `post_accumulate_hooks`."""
-    return any(map(_GRADIENT_HOOKS, params)) or any_accumulate_hooks(params)
-
-
-def any_accumulate_hooks(params: Iterable[torch.Tensor]) -> bool:
-    """True if any parameter has `post_accumulate_hooks`."""
-    return any(map(_ACCUMULATE_HOOKS, params))
-
-
-_GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
-_ACCUMULATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
+# The user's hooks of a parameter: `register_hook`, and `register_post_accumulate_grad_hook`.
+gradient_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
+post_accumulate_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
 
 # A context in which torch treats tensor subclasses of this thread as plain tensors.
 without_torch_function: Callable[[], AbstractContextManager[None]] = _C.DisableTorchFunctionSubclass
@@ -147,13 +123,9 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = _C.DisableT
 # False in `without_torch_function`, for this thread.
 torch_function_enabled: Callable[[], bool] = _C._is_torch_function_enabled
 
-# The state of this thread's `__torch_function__`, for `set_torch_function_state`.
+# The state of this thread's `__torch_function__`; `NO_SUBCLASSES` in `without_torch_function`.
 torch_function_state: Callable[[], Any] = _C._get_torch_function_state
-
-# Set a state that `torch_function_state` returned, or `NO_SUBCLASSES`.
 set_torch_function_state: Callable[[Any], None] = _C._set_torch_function_state
-
-# The state in `without_torch_function`.
 NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED
 
 # The attribute that `mark_static_address` sets on a tensor.
@@ -173,9 +145,8 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:
-    """Makes DLPack's C functions export `ask(tensor)`, or the tensor itself if that is None. They
-    treat a tensor subclass as a plain tensor. Code that imported one of them by name before
-    megacompile was imported still calls torch's."""
+    """Makes DLPack's C functions, which treat a tensor subclass as a plain tensor, export
+    `ask(tensor)`, or the tensor itself if that is None."""
 
     def export(stock: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         found = ask(tensor)
@@ -227,9 +198,7 @@ def in_transform() -> bool:
 # True for a wrapper tensor of a `torch.func` transform, which has no memory.
 is_of_transform: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
 
-# Swap the contents of two tensor objects, devices included.
-# `torch.utils.swap_tensors` does the same, but rejects tensors with weak references, such as the
-# parameters of `nn.LSTM`.
+# `torch.utils.swap_tensors`, also for tensors with weak references (parameters of `nn.LSTM`).
 exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = _C._swap_tensor_impl
 
 
@@ -250,18 +219,17 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads th
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:
-    """Stop allocating from the pool of a CUDA graph whose capture failed, and release the pool.
-    Ending a capture that CUDA has invalidated raises before it does this. No error if allocation
-    has stopped already: the graph releases the pool then."""
+    """Stop allocating from the pool of a CUDA graph whose capture failed, and release the pool; no
+    error if that is done. Ending a capture that CUDA has invalidated raises before it does this."""
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
 
 
 def end_random_capture() -> None:
-    """End the capture state of the current device's generator after a capture that failed. The
-    current stream must allow captures. torch 2.11 leaves the generator in that state, in which
-    drawing random numbers raises. A capture that ends resets it."""
+    """End the capture state of the current device's generator after a capture that failed: torch
+    2.11 leaves it in that state, in which drawing raises. The current stream must allow captures;
+    one that ends resets the state."""
     graph = torch.cuda.CUDAGraph()
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an empty graph
@@ -271,10 +239,9 @@ def end_random_capture() -> None:
 
 def use_expandable_segments() -> bool:
     """Enable expandable segments of the CUDA allocator in this process; true if they were enabled.
-    Sets the environment variables too: code that does not support expandable segments (vLLM's
-    memory pools) checks these. Changes nothing if the user configured the allocator, or if memory
-    was allocated: such code may have checked before. torch 2.11 cannot tell whether the program
-    configured it (2.12 can)."""
+    Sets the environment variables too: code that does not support them (vLLM's memory pools) checks
+    these. Changes nothing if the user configured the allocator (on torch 2.11, by the environment),
+    or if memory was allocated: such code may have checked before."""
     configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
     if any(os.environ.get(name) for name in _ALLOCATOR) or configured() or _has_allocated():
         return False
@@ -301,9 +268,8 @@ def release_device_cache(device: torch.device) -> None:
 
 
 def release_pinned_cache(device: torch.device) -> None:
-    """Return page-locked host memory in torch's cache to the system. When Inductor tunes a kernel
-    that writes to a tensor in place and device memory is short, it copies the tensor to such
-    memory, in blocks of powers of two."""
+    """Return page-locked host memory in torch's cache to the system: Inductor copies tensors there
+    while it tunes kernels that write in place."""
     if device.type == "cuda":
         _C._host_emptyCache()
 

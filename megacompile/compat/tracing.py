@@ -110,9 +110,8 @@ _OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
 
 @contextmanager
 def in_backward() -> Iterator[None]:
-    """A context in which `trace` marks nodes as the backward's, where random numbers stay too. The
-    partitioner assigns nodes that depend on no tangent to the forward. Their random numbers would
-    be drawn before those of later stages, and only once for a retained graph."""
+    """A context in which `trace` marks nodes as the backward's. Random numbers stay there: in the
+    forward, they would be drawn before those of later stages, and once for a retained graph."""
     mode = get_proxy_mode()
     graph = None if mode is None else mode.tracer.graph
     before = set() if graph is None else set(graph.nodes)
@@ -141,8 +140,7 @@ def trace(
     decompositions: dict[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
     """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.. The
-    nodes' values are fake tensors of one mode. For real tensors, torch would create a mode each,
-    and each mode keeps the stack of its creation."""
+    nodes' values are fake tensors of one mode."""
 
     def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
         return function(primals, tangents)
@@ -215,8 +213,8 @@ def is_described() -> bool:
 
 @contextmanager
 def without_sources() -> Iterator[None]:
-    """A context that drops torch.fx's sources of the graph modules made in it. torch.fx keeps each
-    for the whole process, for tracebacks; most of the modules are short-lived."""
+    """A context that drops torch.fx's sources of the graph modules made in it, which torch.fx keeps
+    for the whole process, for tracebacks."""
     sources = fx.graph_module._loader.eval_cache
     before = set(sources)
     try:
@@ -235,9 +233,8 @@ _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 @contextmanager
 def real_strides() -> Iterator[None]:
-    """A context that also runs each operator on zeros, at the hints' sizes, for its real strides. A
-    few kernels return other strides than their fake kernels. An operator that cannot run on zeros
-    keeps the fake strides. Enter it inside `SymbolicFakes`."""
+    """A context, inside `SymbolicFakes`, that also runs each operator that can on zeros, at the
+    hints' sizes: a few kernels return other strides than their fake kernels."""
     fakes = symbols_now()
     assert fakes is not None
     fakes.mode.settle = _settled

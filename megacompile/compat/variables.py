@@ -141,18 +141,15 @@ def _leave(variable: Any, name: str, why: str) -> None:
 
 
 class _Longest(ConstantVariable):
-    """The `maxlen` of a deque from outside a frame. Dynamo writes such a deque back only if its
-    `maxlen` is None. It writes back the final items after `clear()`, which is right for any
-    `maxlen`."""
+    """The `maxlen` of a deque from outside a frame, which Dynamo writes back only if it is None."""
 
     def is_constant_none(self) -> bool:
         return True
 
 
 def follow_containers() -> None:
-    """Makes Dynamo trace deques and ordered dicts from outside a frame as Python runs them. Dynamo
-    ignores the `maxlen` of a deque: a full one gets too many items. It applies
-    `OrderedDict.move_to_end` within the frame only, and traces `popitem` for the first order."""
+    """Makes Dynamo trace deques and ordered dicts from outside a frame as Python runs them. It
+    ignores `maxlen`, and applies `OrderedDict.move_to_end` and `popitem` to the first order."""
 
     def wrap_listlike(stock: Any, self: Any, value: Any) -> Any:
         found = stock(self, value)

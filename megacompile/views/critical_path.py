@@ -1,16 +1,12 @@
 """Finds the critical path of a measured step: the ops that it waited for, from its end back.
 
-An op starts when the previous op of its stream and everything else that it waits for are done; it
-waited for the last of these. From the last op of a step back to its beginning they form a path
-without overlaps, and its pieces by stream show where the step's time went: a stream can be busy all
-the time without being waited for. This is the critical path of a program activity graph (Yang and
-Miller, "Critical path analysis for the execution of parallel and distributed programs", 1988);
-`megacompile.cost.simulate` does the same for predictions.
-
-The waits of an op are the schedule's edges within a graph and the tokens between graphs. The
-simulation knows which of them was the last; here it is inferred from the times. Time on the path
-without a recorded op (the host had not issued the next one yet, or work outside the schedule ran)
-belongs to no stream.
+An op starts when the previous op of its stream and everything else that it waits for (the
+schedule's edges within a graph, the tokens between graphs) are done; it waited for the last of
+these, which is inferred from the times. The path back from the last op of a step has no overlaps;
+its pieces by stream show where the step's time went. This is the critical path of a program
+activity graph (Yang and Miller, "Critical path analysis for the execution of parallel and
+distributed programs", 1988); `megacompile.cost.simulate` does the same for predictions. Time on the
+path without a recorded op belongs to no stream.
 """
 
 from __future__ import annotations
@@ -63,8 +59,7 @@ class Chunk:
 
 def period(timeline: Timeline, model: str) -> Period | None:
     """The period from the end of the first backward's computes to the end of the last one's. With
-    fewer than two backwards it covers everything that ran; None if nothing did. With several
-    captured graphs, the first one's backward counts, because it ends a step."""
+    fewer than two backwards it covers everything that ran; None if nothing did."""
     ends = _step_ends(timeline, model)
     if len(ends) > 1:
         return Period(ends[0], ends[-1], len(ends) - 1)
@@ -92,13 +87,8 @@ def _step_ends(timeline: Timeline, model: str) -> list[float]:
 
 
 def critical_path(timeline: Timeline, model: str, within: Period | None = None) -> list[Chunk]:
-    """The pieces of the path that ends at the end of a period, in order of time.
-
-    Args:
-        timeline: measured or predicted.
-        model: name of the model whose ops count.
-        within: default: `period(timeline, model)`.
-    """
+    """The pieces of the path that ends at the end of a period (default: `period(timeline, model)`),
+    in order of time."""
     within = within or period(timeline, model)
     if within is None:
         return []
@@ -243,11 +233,9 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
     return RecordedEdges(waits, takes, hands_on)
 
 
-# Finds the rank that comes last, from the traces of all ranks.
-#
-# Ranks meet in every collective, so the steps of all ranks take equally long. The rank that comes
-# last does not wait, so its critical path has less time in collectives than the others'. On the
-# CPU, ranks also meet before a graph, where no op runs.
+# Finds the rank that comes last to every collective, from the traces of all ranks: its critical
+# path has less time in collectives than the others'. On the CPU, ranks also meet before a graph,
+# where no op runs.
 
 
 class RankSteps(NamedTuple):

@@ -2,9 +2,8 @@
 difference to another one.
 
 The executor runs exactly this code: one function per graph and one line per op, with the stream,
-the printed name and the bytes or shapes as a comment. `getitem` nodes disappear (the line of their
-op unpacks), `free` becomes `del`, and frees that wait for readers on other streams become
-`wait(...)` and `del`.
+the printed name and the bytes or shapes as a comment. `free` becomes `del`, with a `wait(...)` for
+readers on other streams.
 
     def run_forward(inputs):
         # x bf16[16]
@@ -337,10 +336,9 @@ _ALWAYS = (Stream.H2D, Stream.COMPUTE, Stream.D2H)  # shown in a forward and bac
 
 
 def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str:
-    """A table with steps down and streams across; a copy is in the row of the next compute. Rows
-    follow the order of issue. Each update on the host has its own row, although only gradients
-    order them. The table of an update graph has only the streams that it uses. `marks` appends "<--
-    text" to the row of a node, which is then shown even if it is quiet."""
+    """A table with steps down, in the order of issue, and streams across; a copy is in the row of
+    the next compute. `marks` appends "<-- text" to the row of a node, which is then shown even if
+    it is quiet."""
     blocks = [_block(name, graph, marks or {}) for name, graph in schedule.graphs.items()]
     return "\n\n".join(blocks)
 

@@ -1,14 +1,12 @@
 """Records the times of ops: `with megacompile.trace(model) as t:`.
 
-On CUDA each op gets two timed events on its own stream, before and after its work; nothing waits
-for them until the times are read. Between them is the op's work, without its waits for other
-streams, but with any time before the host had issued it. On the CPU an op runs when it is issued,
-and the host's clock is read around it.
+On CUDA each op gets two timed events on its own stream, before and after its work, without its
+waits for other streams; nothing waits for them until the times are read. On the CPU the host's
+clock is read around the op.
 
-[Note: one time axis] Events measure the time between each other, and the host has its own clock.
-The two are aligned when recording begins: an event on a new, idle stream is recorded and waited for
-between two readings of the clock, without touching the streams in use. The distance between the
-readings, a few microseconds, is the error of the host's lane relative to the others.
+[Note: one time axis] Events and the host's clock are aligned when recording begins: an event on a
+new, idle stream is recorded and waited for between two readings of the clock. The distance between
+the readings, a few microseconds, is the error of the host's lane relative to the others.
 """
 
 from __future__ import annotations
@@ -109,8 +107,8 @@ class Recording:
         return lambda: measure(mark, work)
 
     def noted_later(self) -> Callable[[str, float, float], None]:
-        """For work in several threads: returns a function that records the lane, start and end. It
-        must be called, because a trace waits for it."""
+        """For work in several threads: returns a function that records the lane, start and end,
+        and must be called, because a trace waits for it."""
         info, self._current = self._current, None
         assert info is not None
         mark = _Mark(info, self.index, threading.Event())
@@ -118,8 +116,8 @@ class Recording:
         return mark.note
 
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
-        """For work in a thread: returns a function that runs it and records its lane and times. It
-        must be called, because a trace waits for it."""
+        """For work in a thread: returns a function that runs it and records its lane and times, and
+        must be called."""
         return functools.partial(_timed, self.noted_later())
 
 
@@ -192,10 +190,6 @@ class Trace:
 
     A context manager, entered once. The first access to the times waits for all work that was
     issued in the block, including updates on the host. Ops that failed are left out.
-
-    Args:
-        models: each once, with its name.
-        hardware: the rates for the prediction.
     """
 
     def __init__(self, models: Sequence[Traced], hardware: Hardware | None) -> None:
@@ -272,11 +266,8 @@ class Trace:
 
     @property
     def predicted(self) -> Timeline | None:
-        """The cost model's prediction of each run, from its measured start; None without rates.
-
-        The rates are those given to `trace()`, or those cached for this machine (`python -m
-        megacompile hardware` measures them).
-        """
+        """The cost model's prediction of each run, from its measured start; None without rates:
+        those given to `trace()`, or cached by `python -m megacompile hardware`."""
         if self._predicted is None or not self._over:
             # not measured now: that needs device memory, which training may have used up
             hardware = self._hardware or rates.cached(self._models[0].machine.device)

@@ -2,11 +2,8 @@
 
 A lane is a stream of the schedule (h2d, compute, d2h), or an updater of host memory in
 `optimizer.step()`: the host, or the device that helps it. Times are in seconds from the start of
-the trace. A lane is busy while it has a span.
-
-On CUDA, device memory is the size that the allocator reported when an op was issued, shown at the
-op's start; this is valid although the host runs ahead, because the allocator reuses memory in
-stream order.
+the trace. On CUDA, device memory is the size that the allocator reported when an op was issued,
+shown at the op's start: the allocator reuses memory in stream order.
 """
 
 from __future__ import annotations
@@ -130,11 +127,8 @@ class Timeline:
     def busy_s(
         self, lane: str, model: str | None = None, within: tuple[float, float] | None = None
     ) -> float:
-        """Busy seconds of a lane; overlapping spans (of two models) count once.
-
-        Args:
-            within: start and stop of the period; default: everything.
-        """
+        """Busy seconds of a lane `within` a start and stop (default: everything); overlapping spans
+        (of two models) count once."""
         spans = [s for s in self.spans if s.op.lane == lane and model in (None, s.model)]
         start, stop = within or (float("-inf"), float("inf"))
         times = ((max(s.start_s, start), min(s.stop_s, stop)) for s in spans)
@@ -308,12 +302,8 @@ def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
 
 
 def together(documents: Sequence[dict[str, Any]], starts_s: Sequence[float]) -> dict[str, Any]:
-    """Merge the documents of several ranks into one, in which each rank has its own processes.
-
-    Args:
-        documents: by rank.
-        starts_s: start of each rank's trace, on a common clock.
-    """
+    """Merge the documents of all ranks into one, in which each rank has its own processes.
+    `starts_s`: start of each rank's trace, on a common clock."""
     events: list[dict[str, Any]] = []
     for rank, (whole, start_s) in enumerate(zip(documents, starts_s, strict=True)):
         before = max((event["pid"] for event in events), default=0)

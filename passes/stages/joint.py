@@ -223,7 +223,7 @@ def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozens
             dependents.add(node)
     for node in acts.keys() - dependents:
         if not any(user.op != "output" and user not in acts for user in node.users):
-            compat.mark_must_recompute(node)
+            compat.mark_recompute(node, must=True)
 
 
 def _parted(
@@ -241,7 +241,7 @@ def _parted(
     if random and changed:
         saved_fraction = max(saved_fraction, _LEAST)
         for node in random.values():
-            compat.mark_must_save(node)
+            compat.mark_recompute(node, must=False)
     floats_as_tensors(work)
     forward, backward = compat.split_joint(
         work,
@@ -281,10 +281,10 @@ def _forbid_saving_parameters(joint: fx.GraphModule, stage: Stage) -> None:
             constant.add(node)
         if sources <= unpacked | constant and not sources <= constant:
             unpacked.add(node)
-            compat.mark_must_recompute(node)
+            compat.mark_recompute(node, must=True)
         elif compat.operator_name(node.target) in _VIEWS and sources <= bound:
             bound.add(node)
-            compat.mark_must_recompute(node)
+            compat.mark_recompute(node, must=True)
 
 
 def _primals_of(module: fx.GraphModule, outputs: Iterable[Any]) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ class Call:
         self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
         self._roots = list(map(_ROOT, self.streamed))
-        self.param_versions = compat.versions(self._roots)
+        self.param_versions = list(map(compat.version, self._roots))
         return computed
 
     def _compute(self) -> list[Any]:
@@ -382,7 +382,7 @@ class Call:
                 "parameters were replaced between the forward and its backward; call backward() "
                 "before you replace them"
             )
-        if compat.versions(self._roots) != self.param_versions:
+        if list(map(compat.version, self._roots)) != self.param_versions:
             self._check_parameters(tangents)
         changed = [each for each in self.shared if compat.version(each.tensor) != each.version]
         needed = self._needed(tangents) if changed else set()

@@ -261,10 +261,12 @@ class CapturedGraph:
             ):
                 raise
             what = "set of sizes" if symbolic is self.symbolic[-1] else "value of a float"
-            self.why_made = log.without_symbols(self.name, error, what)
+            self.why_made = log.own_code(self.name, log.without_symbols(error, what))
             keys.append(_REFUSED)
             return None
-        self.why_made = log.other_sizes(self.name, broken) or _OTHER
+        self.why_made = _OTHER
+        if broken:
+            self.why_made = log.own_code(self.name, f"other sizes need their own code: {broken}")
         key = (kind, self.made)
         keys.insert(0, key)
         for old in keys[PROGRAMS_AT_ONCE:]:

@@ -159,7 +159,7 @@ class Captures:
         statistic do not change its version."""
         held = compat.holders(modules, "buffers")
         buffers = [b for holder in held for b in holder.values() if b is not None]
-        return (self.machine.assigned, *compat.versions(buffers))
+        return (self.machine.assigned, *map(compat.version, buffers))
 
     def _note_made(self, compiled: Compiled, before: list[int], took_s: float) -> None:
         """Record the duration of a call after the first, which may have captured; drop code that

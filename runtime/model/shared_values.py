@@ -108,7 +108,7 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
     """The version of each source; -1 in inference mode, which a backward refuses anyway."""
     if any(map(torch.Tensor.is_inference, tensors)):
         return [-1 if t.is_inference() else compat.version(t) for t in tensors]
-    return compat.versions(tensors)
+    return list(map(compat.version, tensors))
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:

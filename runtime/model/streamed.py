@@ -261,7 +261,7 @@ class StreamedModel:
 def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Raise a ModelError if a submodule is megacompiled too: a parameter has one owner. The model
     is the first of `modules`."""
-    calls = compat.compiled_calls(modules)[1:]
+    calls = list(map(compat.compiled_call, modules[1:]))
     if StreamedModel not in set(map(type, calls)):
         return
     for name, module in model.named_modules():

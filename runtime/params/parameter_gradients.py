@@ -69,7 +69,8 @@ class Accumulators:
     def hooked(self) -> bool:
         """True if a hook of any kind will see one of their gradients."""
         with unguarded():
-            return any(self._hooks) or compat.any_hooked(self.params)
+            kinds = compat.gradient_hooks, compat.post_accumulate_hooks
+            return any(self._hooks) or any(any(map(hooks, self.params)) for hooks in kinds)
 
     def all_run(self) -> bool:
         """True, inside a backward, if it accumulates into all of them, as far as each is known."""
@@ -146,7 +147,7 @@ class Gradients:
         would be called for both nodes. Without a hook, a call detects new nodes by its gates
         (`follow`), and checking before the next call is early enough."""
         ends = self._ends.values()
-        if self._followed or not compat.any_accumulate_hooks([end.param for end in ends]):
+        if self._followed or not any(map(compat.post_accumulate_hooks, [e.param for e in ends])):
             return self._followed
         return any(
             end.param.requires_grad

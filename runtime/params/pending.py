@@ -326,8 +326,8 @@ class Pending(Completion):
         is_aliased = of is None or any(map(of.aliased, range(len(self.params))))
         if is_aliased or any(guard_of(param) is None for param in self.params):
             return None
-        before = self._changes, compat.versions(self.params)
-        return lambda: (self._changes, compat.versions(self.params)) == before
+        before = self._changes, list(map(compat.version, self.params))
+        return lambda: (self._changes, list(map(compat.version, self.params))) == before
 
     def refresh(self) -> None:
         """Update the streamed copy with the user's changes."""
@@ -356,7 +356,7 @@ class Pending(Completion):
 
     def mark_fresh(self, indices: Sequence[int]) -> None:
         """Record that the streamed copies of some parameters are up to date."""
-        versions = compat.versions([self.params[i] for i in indices])
+        versions = [compat.version(self.params[i]) for i in indices]
         self._fresh.update(zip(indices, versions, strict=True))
 
     def forget(self, tensor: torch.Tensor) -> None:

@@ -217,7 +217,7 @@ class Updates:
         failed step.
         """
         counted, optimizer, parts = False, step.optimizer, step.parts
-        versions = compat.versions(step.params)
+        versions = list(map(compat.version, step.params))
         try:
             runs = self._choose(parts)
             self.machine.reserve_staging(part.bucket.layout.key for part in parts)

@@ -351,7 +351,7 @@ def _copy_in_chunks(pairs: Pairs, queue: torch.cuda.Stream, after: torch.cuda.Ev
 def _versions(
     host: HostBucket, params: Iterable[int], states: Iterable[torch.Tensor]
 ) -> tuple[int, ...]:
-    return tuple(compat.versions([*(host.params[i] for i in params), *states]))
+    return tuple(map(compat.version, [*(host.params[i] for i in params), *states]))
 
 
 def _ids(states: Iterable[object]) -> list[int]:

@@ -285,7 +285,7 @@ def test_what_modules_hold_is_found_at_once() -> None:
     model[2].register_forward_hook(print)
     compat.set_compiled_call(model[0], print)
     modules = compat.modules_of(model)
-    assert compat.compiled_calls(modules) == [None, print, None, None]
+    assert list(map(compat.compiled_call, modules)) == [None, print, None, None]
     for found, each in (
         (compat.holders(modules, "parameters"), compat.parameters_of),
         (compat.holders(modules, "buffers"), compat.buffers_of),

@@ -37,20 +37,11 @@ def test_caches_that_are_off_are_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_pa
             assert compat.code_cache() is None
 
 
-def test_what_is_compiled_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, by torch or by us: without caches as well."""
+def test_what_is_compiled_is_counted() -> None:
     before: compat.CacheCounts = compat.cache_counts()
     for name, count in (("hit", 2), ("miss", 3), ("bypass", 4)):
         counters["inductor"][f"fxgraph_cache_{name}"] += count
     assert compat.cache_counts().since(before) == (2, 7)
-    before = compat.cache_counts()
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: module)
-    compat.compile_inductor(make_fx(torch.sin)(torch.ones(3)), [torch.ones(3)])
-    with compat.counted():
-        pass
-    with compat.counted():
-        counters["inductor"]["fxgraph_cache_hit"] += 1
-    assert compat.cache_counts().since(before) == (1, 2)
 
 
 def changed(place: Any, name: str, value: Any) -> Callable[[], None]:
