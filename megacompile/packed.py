@@ -13,7 +13,6 @@ a place of a plain tensor in a packed parameter; members that share memory are o
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,20 +52,20 @@ class Member:
 
 def is_wrapper(tensor: object) -> bool:
     """True for a tensor that only wraps others, which hold its data."""
-    return isinstance(tensor, torch.Tensor) and _kind(type(tensor)) is _Kind.WRAPPER
+    kind = type(tensor)
+    return isinstance(tensor, torch.Tensor) and _is_packed(kind) and compat.is_wrapper_class(kind)
 
 
 def any_packed(params: Iterable[object]) -> bool:
     """True if any of these may be a packed parameter."""
-    return any(_kind(cls) is not _Kind.ORDINARY for cls in set(map(type, params)))
+    return any(map(_is_packed, set(map(type, params))))
 
 
 def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
     """The plain tensors of a parameter of `module`; empty for an ordinary parameter."""
-    kind = _kind(type(param))
-    if kind is _Kind.WRAPPER:
+    if is_wrapper(param):
         return _distinct(_inner(param, ""))
-    found = list(_states(module, param)) if kind is _Kind.STATEFUL else []
+    found = list(_states(module, param)) if _is_packed(type(param)) else []
     return _distinct([("", param, module, ""), *found]) if found else ()
 
 
@@ -169,20 +168,14 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-class _Kind(enum.Enum):
-    ORDINARY = enum.auto()  # also guarded parameters, proxies, torch's own wrappers
-    WRAPPER = enum.auto()
-    STATEFUL = enum.auto()  # a subclass of nn.Parameter, which may have a state
-
-
 @functools.cache
-def _kind(cls: type) -> _Kind:
+def _is_packed(cls: type) -> bool:
+    """True for a wrapper, and for a subclass of nn.Parameter, which may have a state; not for
+    guarded parameters, proxies and torch's own wrappers."""
     package = cls.__module__.partition(".")[0]
     if hasattr(cls, "stands_for") or package in (__name__.partition(".")[0], "torch"):
-        return _Kind.ORDINARY
-    if compat.is_wrapper_class(cls):
-        return _Kind.WRAPPER
-    return _Kind.STATEFUL if issubclass(cls, nn.Parameter) else _Kind.ORDINARY
+        return False
+    return compat.is_wrapper_class(cls) or issubclass(cls, nn.Parameter)
 
 
 _FOR_CPU = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,20 +27,15 @@ class _Line:
     """A status line of one thread."""
 
     is_shown: bool
-    what: str = ""  # "": nothing
+    what: str = ""  # the current work; "": nothing
     since_s: float = 0.0
-    inside: list[str] = field(default_factory=list)  # phases, the innermost last
-    took_s: dict[str, float] = field(default_factory=dict)  # by phase
+    took_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     thread: int = field(default_factory=threading.get_ident)  # the waiting thread
-
-    def now(self) -> str:
-        """The current work."""
-        return self.inside[-1] if self.inside else self.what
 
     def show(self) -> None:
         """Show the current work."""
         if self.is_shown:
-            text = f"{_ERASE}megacompile: {self.now()} ..." if self.now() else _ERASE
+            text = f"{_ERASE}megacompile: {self.what} ..." if self.what else _ERASE
             print(text, end="", file=sys.stderr, flush=True)
 
 
@@ -48,7 +44,7 @@ _lines: list[_Line] = []  # the outermost first
 
 def _print_once(line: _Line) -> None:
     """Print the current work; once in this process."""
-    if (what := line.now()) and notices.is_new("a wait off a terminal"):
+    if (what := line.what) and notices.is_new("a wait off a terminal"):
         print(
             f"megacompile: {what} ... (the first step may take minutes; shown once; "
             f"{log.VARIABLE}=time logs the time of each part)",
@@ -91,8 +87,8 @@ def line(what: str, show: bool | None) -> Iterator[None]:
         timer.cancel()
         now("")
         _lines.remove(mine)
-        for phase_of_it, time_s in mine.took_s.items():
-            log.took(phase_of_it, time_s)
+        for each, time_s in mine.took_s.items():
+            log.took(each, time_s)
         if outer := _line():
             outer.show()
 
@@ -115,7 +111,7 @@ def now(what: str) -> None:
         return
     now_s = time.perf_counter()
     if current.what:
-        log.took(current.what, now_s - current.since_s)
+        current.took_s[current.what] += now_s - current.since_s
     current.what, current.since_s = what, now_s
     current.show()
 
@@ -124,18 +120,12 @@ def now(what: str) -> None:
 def phase(what: str) -> Iterator[None]:
     """Change the text of this thread's line, if any, within the block."""
     current = _line()
-    if current is None:
-        yield
-        return
-    start_s = time.perf_counter()
-    current.inside.append(what)
-    current.show()
+    outer = "" if current is None else current.what
+    now(what)
     try:
         yield
     finally:
-        current.inside.pop()
-        current.took_s[what] = current.took_s.get(what, 0.0) + time.perf_counter() - start_s
-        current.show()
+        now(outer)
 
 
 def _line() -> _Line | None:

@@ -113,10 +113,10 @@ def in_backward() -> Iterator[None]:
     """A context in which `trace` marks nodes as the backward's. Random numbers stay there: in the
     forward, they would be drawn before those of later stages, and once for a retained graph."""
     mode = get_proxy_mode()
-    graph = None if mode is None else mode.tracer.graph
-    before = set() if graph is None else set(graph.nodes)
+    nodes = () if mode is None else mode.tracer.graph.nodes
+    before = set(nodes)
     yield
-    for node in () if graph is None else graph.nodes:
+    for node in nodes:
         if node not in before:
             node.meta[_OF_BACKWARD] = True
             if is_random(node):

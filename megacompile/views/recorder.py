@@ -299,7 +299,8 @@ class Trace:
         Their clocks agree if they run on one host. Then `explain(model)` shows which rank the
         others wait for. An error in one rank raises in all.
         """
-        ranks = self._ranks()
+        shared = (model.machine.ranks for model in self._models if model.machine.ranks is not None)
+        ranks = next(shared, None)  # a `runtime.device.ranks.Ranks`
         if ranks is None:
             Path(path).write_text(json.dumps(timeline.document(self.measured, self.predicted)))
             return
@@ -315,10 +316,6 @@ class Trace:
             }
             if ranks.is_first:
                 Path(path).write_text(json.dumps(timeline.together(documents, starts_s)))
-
-    def _ranks(self) -> Any:
-        """The `runtime.device.ranks.Ranks` that share a model, if any."""
-        return next((m.machine.ranks for m in self._models if m.machine.ranks is not None), None)
 
     def __repr__(self) -> str:
         names = ", ".join(model.name for model in self._models)

@@ -151,10 +151,6 @@ class Timeline:
         """The spans of one run of a graph."""
         return tuple(span for span in self.spans if span.run == run)
 
-    def run_s(self, run: int) -> float:
-        """Seconds from the first start to the last end of a run's ops."""
-        return Timeline(self.of_run(run)).total_s
-
     def memory(self) -> list[tuple[float, int]]:
         """Device memory as a step function of (second, bytes)."""
         points = [(s.start_s, s.memory_bytes) for s in self.spans if s.memory_bytes is not None]

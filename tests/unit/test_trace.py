@@ -27,6 +27,7 @@ from megacompile.errors import ModelError, OptimizerError, TraceError
 from megacompile.ir import ops, values
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
+from megacompile.views.timeline import Timeline
 from tests import inside
 from tests.stateful.late import late
 from tests.trace_events import faults
@@ -280,7 +281,7 @@ def test_a_prediction_is_the_cost_models(tmp_path: Path, monkeypatch: pytest.Mon
     with trace(model, hardware=slow) as t, trace(model) as unknown:
         step(model, stack()[1])
     assert t.predicted is not None
-    total = sum(t.predicted.run_s(i) for i in range(2))
+    total = sum(Timeline(t.predicted.of_run(i)).total_s for i in range(2))
     schedule = t.measured.runs[1].schedule
     assert schedule is not None
     assert total == pytest.approx(simulate(schedule, slow).total_s)
