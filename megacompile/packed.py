@@ -52,8 +52,9 @@ class Member:
 
 def is_wrapper(tensor: object) -> bool:
     """True for a tensor that only wraps others, which hold its data."""
-    kind = type(tensor)
-    return isinstance(tensor, torch.Tensor) and _is_packed(kind) and compat.is_wrapper_class(kind)
+    if not isinstance(tensor, torch.Tensor) or not _is_packed(type(tensor)):
+        return False
+    return compat.is_wrapper_class(type(tensor))
 
 
 def any_packed(params: Iterable[object]) -> bool:
