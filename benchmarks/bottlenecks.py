@@ -43,7 +43,7 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.rates import known
 from megacompile.ir.plan import Placement, Places
 from megacompile.plan.abstract import abstract_options, abstract_programs
-from megacompile.plan.explanation import traced_waits_text
+from megacompile.plan.explanation import shares_text
 from megacompile.plan.scenario import Scenario
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
@@ -252,10 +252,10 @@ def _measure(staged: Staged, args: argparse.Namespace) -> dict[str, object]:
         **row,
         "traced": found.traced_bound,
         "so it was": "yes" if right else "NO",
-        "critical path of the traced steps": traced_waits_text(found),
+        "critical path of the traced steps": shares_text(found.traced_waits),
         "traced s": f"{found.traced_step_s:.4f}",
         "off by": f"{found.step_s / found.traced_step_s - 1:+.0%}",
-        "busiest": found.traced_busiest,
+        "busiest": max(busy, key=busy.__getitem__),
         "traced busy": _shares(busy),
     }
 

@@ -113,7 +113,7 @@ def explain(
         changes: simulate other plans too. Each takes about as long as planning did.
 
     Returns:
-        An object to `print()`. `to_dict()` is for programs; notebooks show tables.
+        An object to `print()`. `to_dict()` is for programs; notebooks show it too.
 
     Raises:
         ModelError: the model is not megacompiled, or has not run.
@@ -150,20 +150,14 @@ def explain(
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
-    on_gpu = options.device.type == "cuda"
-    node = streamed.machine.host_budget.node
     agreed = compiler.setting.agreed if hardware is None else None
     plans = options.plans and any(schedule.backward is not None for schedule in made)
-    other = compiler if plans else None  # for other plans
     return Explanation.of(
         now,
         model=name,
         parameters=sum(p.numel() for p in model.parameters()),
         traced=None if trace is None else trace.measured,
-        changes=scenario.changes(now, other, planned) if changes else (),
-        budgets=scenario.budgets(now, other, planned) if changes else (),
-        locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
-        numa_node=None if node is None else str(node),
+        changes=scenario.changes(now, compiler, planned) if changes and plans else (),
         rates=() if agreed is None else agreed.ranks,
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
         moved=moved,

@@ -56,13 +56,11 @@ def plan(args: argparse.Namespace) -> int:
     if tried := lacks > 0 and not why_not:
         needed = short(DEVICE, now.device.peak.total_bytes, compiler.budget.size_bytes())
         why_not = (f"{needed}: {TRIED}", SMALLER, more({DEVICE: lacks}))
-    again = None if why_not else compiler
     explained = Explanation.of(
         now,
         model=target.name,
         parameters=target.parameters,
         changes=scenario.changes(now, compiler, planned) if args.changes else (),
-        budgets=scenario.budgets(now, again, planned) if args.changes or again else (),
     )
     active, rate = target.parameters, None
     if target.tokens is not None:
@@ -265,11 +263,7 @@ def _text(
             "",
             columns(_speed(found, explained), left=(0, 1)),
             *explanation.section_lines(
-                [
-                    *explanation.budget_sections(explained),
-                    ("the plan", list(explained.reasons)),
-                    *explanation.change_sections(explained),
-                ]
+                [("the plan", list(explained.reasons)), *explanation.change_sections(explained)]
             ),
             "",
             f"planned in {found['planning_s']:.0f} s; nothing was measured",
@@ -280,7 +274,7 @@ def _text(
 def _speed(found: dict[str, Any], explained: Explanation) -> list[list[str]]:
     whether = " if it did fit" if found["why_not"] else ""
     rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
-    rows.append(["its time depends on", explanation.bounds_text(explained)])
+    rows.append(["its time depends on", explanation.shares_text(explained.bounds)])
     rows += [["", line] for line in explanation.network_lines(explained)]
     if found["tokens_per_s"] is not None:
         rows.append(["tokens/s", f"{found['tokens_per_s']:,.0f}"])

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megacompile.errors import OptionError
-from megacompile.text import format_bytes
 
 ASSUMED_NETWORK_GB_S = 12.5
 
@@ -226,33 +225,14 @@ SHARE = 0.5  # of the rate of a copy from or to page-locked memory
 
 
 def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
-    """The machine with the copy rates that apply if `host_bytes` of host memory are used."""
-    share = pageable_bytes(hardware, host_bytes) / max(host_bytes, 1)
-    if not share:
+    """The machine with the copy rates that apply if `host_bytes` of host memory are used, some of
+    them beyond the known limit of page-locked memory."""
+    locked = hardware.locked_bytes
+    if locked is None or locked >= host_bytes:
         return hardware
+    share = (host_bytes - locked) / host_bytes
     reached = 1 / (1 - share + share / SHARE)
     return replace(hardware, **{name: reached * getattr(hardware, name) for name in _COPIES})
-
-
-def pageable_bytes(hardware: Hardware, host_bytes: int) -> int:
-    """The part of `host_bytes` beyond the known limit of page-locked memory."""
-    locked = hardware.locked_bytes
-    return 0 if locked is None else max(0, host_bytes - locked)
-
-
-def pageable_words(hardware: Hardware, host_bytes: int) -> str:
-    """A plan's reason about pageable memory; "" if all host memory can be locked or the limit is
-    unknown."""
-    pageable = pageable_bytes(hardware, host_bytes)
-    if not pageable:
-        return ""
-    locked_bytes = hardware.locked_bytes or 0
-    rate = with_pageable(hardware, host_bytes).h2d_gb_s / hardware.h2d_gb_s
-    return (
-        f"page-locked memory: {format_bytes(host_bytes)} needed, {format_bytes(locked_bytes)} "
-        f"available: {format_bytes(pageable)} stay pageable, copies from and to the host run at "
-        f"{rate:.0%} of their rate"
-    )
 
 
 # Plans are also compared on a slower host.

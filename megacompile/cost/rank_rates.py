@@ -97,7 +97,6 @@ def agree_disk(
     all_gather_object: AllGather,
     *,
     measured: bool,
-    load: Callable[[str], DiskRates] = load_disk,
 ) -> SharedDisk | None:
     """The disk of this rank's folder and its users; None without a folder. This is a collective.
 
@@ -113,7 +112,9 @@ def agree_disk(
     users = [other for other, where in said if where == mine]
     beyond = ranks_of_host(mesh) - sum(where[0] == host for _, where in said)
     measures = measured and folder is not None and rank == min(users)
-    found = all_gather_object((rank, load(str(folder)) if measures else None))  # the others wait
+    found = all_gather_object(
+        (rank, load_disk(str(folder)) if measures else None)
+    )  # the others wait
     if folder is None:
         return None
     ranks = len(users) + max(0, beyond)
@@ -126,8 +127,6 @@ def agree(
     device: torch.device,
     all_gather_object: AllGather,
     disk: SharedDisk | None = None,
-    *,
-    probe: Probe | None = None,
 ) -> Agreed | None:
     """Find the slowest rates of all ranks, with their disks'. This is a collective, which raises if
     a rank fails.
@@ -135,7 +134,7 @@ def agree(
     Each GPU is measured once, in a few seconds. On the CPU nothing is measured; the result is None
     unless every rank has cached rates.
     """
-    cuda, probe = device.type == "cuda", probe or Probe()
+    cuda = device.type == "cuda"
     here = all_gather_object(host_of_rank()).count(host_of_rank())
 
     def gathered(rates: Hardware | None) -> list[_Said]:
@@ -146,18 +145,18 @@ def agree(
             _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh), whole, users)
         )
 
-    found = gathered(probe.cached(device, here if cuda else 1))
+    found = gathered(cached(device, here if cuda else 1))
     if any(each.hardware is None for each in found):  # if one must measure, all do at once
         if not cuda:
             return None
-        found = gathered(probe.measure(device, here, lambda: all_gather_object(None)))
+        found = gathered(measure_together(device, here, lambda: all_gather_object(None)))
     ranks, shares = _with_hosts(found, together=cuda)
     slowest = _slowest(shares)
     if not cuda or len(ranks) == 1:  # no other rank to gather from
         return Agreed(slowest, ranks)
-    gather_gb_s, start_s = probe.gathers(mesh, device, all_gather_object)
+    gather_gb_s, start_s = interconnect(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = probe.sums(mesh, device, all_gather_object)
+    network_gb_s = network(mesh, device, all_gather_object)
     return Agreed(replace(slowest, collective_s=start_s, network_gb_s=network_gb_s), ranks)
 
 
@@ -261,38 +260,19 @@ def _slowest_gb_s(
     return received / max(large_s - small_s, 1e-9) / 1e9, small_s
 
 
-class Probe(NamedTuple):
-    """The measurements of ranks."""
-
-    cached: Callable[[torch.device, int], Hardware | None] = cached
-    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_together
-    gathers: Callable[[DeviceMesh, torch.device, AllGather], tuple[float, float]] = interconnect
-    sums: Callable[[DeviceMesh, torch.device, AllGather], float | None] = network
-
-
 # Slow ranks and their slow rates.
 #
-#     matrix products   655 652 610 657 TFLOP/s   ->   rank 2: 610, the others 655
+#     matmul_tflop_s   655 652 610 657   ->   rank 2: 610, the others 655
 #
 # A rank is slow if it is closer to the slowest than to the fastest. So a host with slow memory is
 # reported with all of its ranks.
 
 FELT = 0.03  # smaller gaps are noise: a rate is measured within seconds
 
-_FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    # name, unit, fields of `Hardware`, of which the first is compared
-    ("matrix products", "TFLOP/s", ("matmul_tflop_s",)),
-    ("fp32 matrix products", "TFLOP/s", ("matmul32_tflop_s",)),
-    ("fp8 matrix products", "TFLOP/s", ("matmul8_tflop_s",)),
-    ("GPU memory", "GB/s", ("memory_gb_s",)),
-    ("copies to the GPU", "GB/s", ("h2d_gb_s", "h2d_both_gb_s")),
-    ("copies from the GPU", "GB/s", ("d2h_gb_s", "d2h_both_gb_s")),
-    ("host memory", "GB/s", ("host_memory_gb_s",)),
-    ("updates on the host", "GB/s", ("update_gb_s",)),
-    ("reads of the disk", "GB/s", ("disk_read_gb_s", "disk_read_both_gb_s")),
-    ("writes to the disk", "GB/s", ("disk_write_gb_s", "disk_write_both_gb_s")),
-    ("kernel launches", "us", ("launch_s",)),
-    ("the start of a copy", "us", ("copy_s",)),
+_COMPARED = (
+    *("matmul_tflop_s", "matmul32_tflop_s", "matmul8_tflop_s", "memory_gb_s", "h2d_gb_s"),
+    *("d2h_gb_s", "host_memory_gb_s", "update_gb_s", "disk_read_gb_s", "disk_write_gb_s"),
+    *("launch_s", "copy_s"),
 )
 
 
@@ -300,33 +280,30 @@ _FIGURES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 class SlowRate:
     """A rate at which some ranks are slower than the others."""
 
-    name: str
-    unit: str  # TFLOP/s, GB/s or, where more is slower, us
+    name: str  # of the figure of `Hardware`
     ranks: tuple[int, ...]  # the slow ones
     hosts: tuple[str, ...]  # of the slow ranks
     value: float  # of the slowest rank, used by plans
     median: float  # of the others
-    fields: tuple[str, ...]  # of `Hardware`
     shorter: float = 0.0  # predicted share of a step that the others' rate would save
 
     def at_median(self, hardware: Hardware) -> Hardware:
-        """The same machine with the others' rate."""
-        ratio = self.median / self.value
-        return hardware.replace(**{name: getattr(hardware, name) * ratio for name in self.fields})
+        """The same machine with the others' rate, also while the other direction runs."""
+        both, ratio = self.name.replace("_gb_s", "_both_gb_s"), self.median / self.value
+        names = [field.name for field in fields(hardware) if field.name in (self.name, both)]
+        return hardware.replace(**{name: getattr(hardware, name) * ratio for name in names})
 
 
 def slow_rates(ranks: Sequence[RankRates]) -> list[SlowRate]:
     """Rates at which ranks are slower by more than `FELT`."""
     found = []
-    for name, unit, of in _FIGURES:
-        values = [getattr(each.hardware, of[0]) for each in ranks]
+    for name in _COMPARED:
+        values = [getattr(each.hardware, name) for each in ranks]
         if not values or not all(value and math.isfinite(value) for value in values):
             continue  # a rank has no such rate
-        if unit == "us":
-            values = [1e6 * value for value in values]
-        elif unit == "TFLOP/s":
+        if name.endswith("_tflop_s"):
             values = [v * r.hardware.sustained for v, r in zip(values, ranks, strict=True)]
-        sign = 1 if unit == "us" else -1
+        sign = 1 if name in _LONGEST else -1
         between = sign * (min(values) + max(values)) / 2
         slow = [r for v, r in zip(values, ranks, strict=True) if sign * v > between]
         median = statistics.median(v for v in values if sign * v <= between)
@@ -334,5 +311,5 @@ def slow_rates(ranks: Sequence[RankRates]) -> list[SlowRate]:
         if slow and 1 - min(worst, median) / max(worst, median) > FELT:
             numbers = tuple(sorted(each.rank for each in slow))
             hosts = tuple(dict.fromkeys(each.host for each in slow))
-            found.append(SlowRate(name, unit, numbers, hosts, worst, median, of))
+            found.append(SlowRate(name, numbers, hosts, worst, median))
     return found

@@ -71,7 +71,11 @@ class _Probe:
 
     def of_device(self) -> Hardware:
         """The rates of copies and of the device, and the sizes of both memories."""
-        copy = _COPY_BYTES / 1e9
+        copy, (first, second) = _COPY_BYTES / 1e9, self.on_device
+
+        def small_copy() -> None:
+            first[:1].copy_(self.on_host[0][:1], non_blocking=True)
+
         h2d, d2h = copy / self.seconds(self.h2d), copy / self.seconds(self.d2h)
         both = copy / self.seconds(self.both_ways)
         n, half = (8192, torch.bfloat16) if self.cuda else (1024, torch.float32)
@@ -88,13 +92,13 @@ class _Probe:
             h2d_both_gb_s=min(h2d, both),
             d2h_both_gb_s=min(d2h, both),
             matmul_tflop_s=peak / 1e12,
-            memory_gb_s=2 * copy / self.seconds(self.device_copy),
-            launch_s=self.seconds(self.launches) / _LAUNCHES,
+            memory_gb_s=2 * copy / self.seconds(lambda: first.copy_(second)),
+            launch_s=self.seconds(lambda: first[:1].zero_(), _LAUNCHES),
             matmul32_tflop_s=self.matmul_flop_s(n // 2, torch.float32) / 1e12,
             matmul8_tflop_s=self.fp8_tflop_s(n),
             sustained=min(1.0, self.sustained_flop_s(half) / peak),
             attention_share=H200.attention_share,
-            copy_s=self.seconds(self.small_copies) / _LAUNCHES,
+            copy_s=self.seconds(small_copy, _LAUNCHES),
             device_bytes=device_bytes,
             host_bytes=host_bytes,
         )
@@ -116,15 +120,16 @@ class _Probe:
             both = (_UPDATE_BYTES + copies * _COPY_BYTES) / self.seconds(together) / 1e9
         return replace(measured, host_memory_gb_s=max(update, both, copied), update_gb_s=update)
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Median wall time of `work`, after one run to warm up."""
+    def seconds(self, work: Callable[[], object], runs: int = 1) -> float:
+        """Median wall time of `work`, run several times in a row, after a warm-up."""
         times = []
         for _ in range(_REPEATS + 1):
             self._wait()
             start = time.perf_counter()
-            work()
+            for _ in range(runs):
+                work()
             self._wait()
-            times.append(time.perf_counter() - start)
+            times.append((time.perf_counter() - start) / runs)
         return statistics.median(times[1:])
 
     def _wait(self) -> None:
@@ -145,17 +150,6 @@ class _Probe:
         for stream, copy in zip(self.streams, (self.h2d, self.d2h), strict=True):
             with torch.cuda.stream(stream):
                 copy()
-
-    def device_copy(self) -> None:
-        self.on_device[0].copy_(self.on_device[1])
-
-    def launches(self) -> None:
-        for _ in range(_LAUNCHES):
-            self.on_device[0][:1].zero_()
-
-    def small_copies(self) -> None:
-        for _ in range(_LAUNCHES):
-            self.on_device[0][:1].copy_(self.on_host[0][:1], non_blocking=True)
 
     def matmul_flop_s(self, n: int, dtype: torch.dtype) -> float:
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
@@ -215,19 +209,14 @@ _DISK_REPEATS = 3
 class DiskRates:
     """Rates of one disk, GB/s."""
 
-    read_gb_s: float  # alone
-    write_gb_s: float
-    read_both_gb_s: float  # while it is written too
-    write_both_gb_s: float
+    disk_read_gb_s: float  # alone
+    disk_write_gb_s: float
+    disk_read_both_gb_s: float  # while it is written too
+    disk_write_both_gb_s: float
 
     def on(self, hardware: Hardware) -> Hardware:
         """The machine with this disk."""
-        return hardware.replace(
-            disk_read_gb_s=self.read_gb_s,
-            disk_write_gb_s=self.write_gb_s,
-            disk_read_both_gb_s=self.read_both_gb_s,
-            disk_write_both_gb_s=self.write_both_gb_s,
-        )
+        return hardware.replace(**asdict(self))
 
 
 def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
@@ -268,7 +257,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
 # The cache, so that each machine is measured once.
 
 _FORMAT = 8  # of the file; raised when fields or their meaning change
-_DISK_FORMAT = 2
+_DISK_FORMAT = 3
 
 _Rates = TypeVar("_Rates", Hardware, DiskRates)
 

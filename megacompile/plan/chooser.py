@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megacompile.cost.hardware import pageable_words
 from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.cost.ops import computes_s
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, streamed_bytes
@@ -136,7 +135,7 @@ class Chooser:
         found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
         self._planned.pop(whole.stages, None)  # the new one comes last
         self._planned[whole.stages] = _Planned(problem, found, decided=False, merged=stages.stages)
-        self._chosen[whole] = choice, self._reasons(problem, found, placement)
+        self._chosen[whole] = choice, self._reasons(found, placement)
         return True
 
     def note_fetches(
@@ -201,7 +200,7 @@ class Chooser:
         decides = bool(open_to.keys) or found is before
         self._planned[stages.stages] = _Planned(problem, found, decides)
         self.wanted.decide(open_to, found.choice, placement)
-        return found.choice, self._reasons(problem, found, placement)
+        return found.choice, self._reasons(found, placement)
 
     def problem(
         self,
@@ -269,13 +268,10 @@ class Chooser:
             on_host += sum(kinds.values())
         return int(on_host), on_disk
 
-    def _reasons(
-        self, problem: Problem, found: SearchResult, placement: Placement
-    ) -> tuple[str, ...]:
-        words = [pageable_words(problem.hardware, problem.host_bytes(found.choice))]
+    def _reasons(self, found: SearchResult, placement: Placement) -> tuple[str, ...]:
         if placement.stays and self.setting.options.resident is None:
-            words.append(f"buckets stay where they are: {placement.stays}")
-        return (*found.reasons, *filter(None, words))
+            return (*found.reasons, f"buckets stay where they are: {placement.stays}")
+        return found.reasons
 
     def _others(self, stages: Schedule, schedule: Schedule) -> tuple[Schedule, ...]:
         """Drafts of the other captured graphs."""

@@ -61,20 +61,18 @@ class PassCompiler:
         hardware: Hardware,
         budget_bytes: int,
         host_bytes: int | None = None,
-        disk_budget_bytes: int | None = None,
     ) -> PassCompiler:
         """A compiler that plans the same model from scratch with other options, sharing the traced
-        code. By default host and disk budgets are the same; the disk is not queried again, because
-        this model may have filled it meanwhile."""
-        if host_bytes is None:
-            host_bytes = self.setting.host_bytes
+        code. By default the host's budget is the same; the disk is not queried again, because this
+        model may have filled it meanwhile."""
+        host_bytes = host_bytes or self.setting.host_bytes
         return PassCompiler(
             replace(
                 self.setting, options=options, hardware=hardware, host_bytes=host_bytes, least=None
             ),
             self.pipeline.units,
             budget_bytes=budget_bytes,
-            disk_budget_bytes=disk_budget_bytes or self.budget.disk_bytes(),
+            disk_budget_bytes=self.budget.disk_bytes(),
             templates=self.pipeline.templates,
         )
 

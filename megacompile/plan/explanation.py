@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megacompile.cost.memory import MemoryKind
 from megacompile.cost.rank_rates import FELT
-from megacompile.plan.findings import DiskTraffic, Findings
+from megacompile.plan.findings import Findings
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
 from megacompile.views.critical_path import NONE
 
@@ -38,16 +38,7 @@ class Explanation(Findings):
         return f"<explanation of {self.model}: {step}; print() shows it>"
 
     def _repr_html_(self) -> str:
-        parts = [f"<h4>{html.escape(_title(self))}</h4>"]
-        for heading, rows in _sections(self):
-            parts.append(f"<h5>{html.escape(heading)}</h5>")
-            cells = [row if isinstance(row, list) else [row] for row in rows]
-            body = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-                for row in cells
-            )
-            parts.append(f"<table>{body}</table>")
-        return "\n".join(parts)
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def section_lines(sections: Sequence[Section]) -> list[str]:
@@ -60,7 +51,6 @@ def section_lines(sections: Sequence[Section]) -> list[str]:
 
 
 def _title(found: Findings) -> str:
-    """The title of the page."""
     count = sum(group.count for group in found.stages)
     ranks = f"{found.ranks}" if found.replicas == 1 else f"{found.replicas} x {found.ranks}"
     each = "" if found.ranks == 1 else f"each of {ranks} ranks' "
@@ -72,45 +62,41 @@ def _title(found: Findings) -> str:
 
 def _sections(found: Findings) -> list[Section]:
     """All sections, in the order of the page."""
-    measured = ""
-    if found.traced_step_s is not None:
-        measured = f", {duration(found.traced_step_s)} traced"
-    note = ["each share assumes that the others stay the same, so they add up to more than 100%"]
-    note = note if sum(found.bounds.values()) > _ALL else []
+    measured, traced = "", found.traced_step_s
+    if traced is not None:
+        measured = f", {duration(traced)} traced"
     step = f"a step: {duration(found.step_s)} predicted{measured}; bound by {found.bound}"
+    depends = [shares_text(found.bounds), *network_lines(found)]
+    if sum(found.bounds.values()) > _ALL:
+        note = "each share assumes that the others stay the same, so they add up to more than 100%"
+        depends.insert(1, note)
+    waits = [shares_text(found.traced_waits)] if traced else []
     page: list[Section] = [
         ("stages", _stage_rows(found)),
         (f"memory: the device's peak is at {found.device.when}", memory_rows(found)),
         ("the plan", list(found.reasons)),
         (step, _stream_rows(found)),
-        ("its time depends on", [bounds_text(found), *note, *network_lines(found)]),
+        ("its time depends on", depends),
+        ("critical path of the traced steps", waits),
+        ("the slowest rank", _slowest_lines(found)),
+        ("the disk", _disk_lines(found)),
+        ("code", _code_rows(found)),
+        *change_sections(found),
     ]
-    if found.traced_step_s is not None:
-        page.append(("critical path of the traced steps", [traced_waits_text(found)]))
-    if slowest := _slowest_lines(found):
-        page.append(("the slowest rank", slowest))
-    if found.disk_traffic is not None:
-        page.append(("the disk", _disk_lines(found.disk_traffic)))
-    if found.code:
-        page.append(("code", _code_rows(found)))
-    return [*page, *budget_sections(found), *change_sections(found)]
+    return [(heading, rows) for heading, rows in page if rows]
 
 
 def _stage_rows(found: Findings) -> list[list[str]]:
+    rows = [["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]]
     several = len({group.graph for group in found.stages}) > 1
-    head = ["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]
-    rows = [["graph", *head] if several else head]
     for group in found.stages[:_ROWS]:
-        which = str(group.first)
-        if group.count > 1:
-            which = f"{group.first}-{group.last}"
+        which = str(group.first) if group.count == 1 else f"{group.first}-{group.last}"
         if 1 < group.count <= group.last - group.first:
             which = f"{group.count} of {which}"
         times = (group.forward_s, group.recompute_s, group.backward_s)
         rows.append(
             [
-                *([str(group.graph)] if several else []),
-                which,
+                f"graph {group.graph}: {which}" if several else which,
                 textwrap.shorten(group.names, 34, placeholder="..."),
                 str(group.template),
                 format_bytes(group.parameter_bytes) if group.parameter_bytes else "",
@@ -119,23 +105,16 @@ def _stage_rows(found: Findings) -> list[list[str]]:
             ]
         )
     if left := found.stages[_ROWS:]:
-        count = sum(group.count for group in left)
-        rows.append([*([""] if several else []), "...", f"and {count} more stages", *[""] * 6])
+        rows.append(["...", f"and {sum(g.count for g in left)} more stages", *[""] * 6])
     return rows
 
 
 def memory_rows(found: Findings) -> list[list[str]]:
     """Memory by kind, in bytes, with a column for the device, the host, the disk if there is one,
     and page-locked memory if its limit is known."""
-    tiers = {"device": found.device, "host": found.host}
-    if found.disk is not None:
-        tiers["disk"] = found.disk
-    if found.page_locked is not None:
-        tiers["page-locked"] = found.page_locked
-
-    def one(part: str, tier: str, text: str) -> list[str]:
-        return [part, *(text if name == tier else "" for name in tiers)]
-
+    every = {"device": found.device, "host": found.host, "disk": found.disk}
+    every["page-locked"] = found.page_locked
+    tiers = {name: memory for name, memory in every.items() if memory is not None}
     rows = [["memory", *tiers]]
     for kind in _KINDS:
         sizes = [memory.kinds.get(kind.value, 0) for memory in tiers.values()]
@@ -144,14 +123,9 @@ def memory_rows(found: Findings) -> list[list[str]]:
     rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
     available = [memory.available_bytes for memory in tiers.values()]
     rows.append(["available", *("?" if n is None else format_bytes(n) for n in available)])
-    if found.page_locked is not None and found.page_locked.fits is False:
-        short = found.page_locked.needed_bytes - (found.page_locked.available_bytes or 0)
-        rows.append(one("stay pageable", "page-locked", format_bytes(short)))
-        rows.append(one("which costs a step", "page-locked", duration(found.pageable_s)))
-    elif found.page_locked is None and found.locked_bytes is not None:
-        rows.append(one("page-locked", "host", format_bytes(found.locked_bytes)))
-    if found.numa_node is not None:
-        rows.append(one("NUMA node", "host", found.numa_node))
+    if found.pageable_s:
+        cost = ["pageable memory costs a step", *[""] * (len(tiers) - 1)]
+        rows.append([*cost, duration(found.pageable_s)])
     return rows
 
 
@@ -170,10 +144,10 @@ def _stream_rows(found: Findings) -> list[list[str]]:
     return rows
 
 
-def bounds_text(found: Findings) -> str:
-    """ "compute 71 %, host update 20 %": the resources that bound the step."""
-    shown = [(name, s) for name, s in found.bounds.items() if s >= _EXPLAINED]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "none of these"
+def shares_text(shares: Mapping[str, float]) -> str:
+    """ "compute 71%, host update 20%": the parts of a step's time that are worth showing."""
+    shown = (f"{name} {share:.0%}" for name, share in shares.items() if share >= _EXPLAINED)
+    return ", ".join(shown) or "none of these"
 
 
 def network_lines(found: Findings) -> list[str]:
@@ -183,15 +157,6 @@ def network_lines(found: Findings) -> list[str]:
     rate = f"{found.network_gb_s:.3g} GB/s"
     assumed = " (assumed)" if found.network_is_assumed else ""
     return [f"each gradient is summed over {found.replicas} replicas, at {rate} a rank{assumed}"]
-
-
-def traced_waits_text(found: Findings) -> str:
-    """ "h2d 93 %, compute 5 %": the streams that the traced steps waited for."""
-    if not found.traced_step_s:
-        return ""
-    none = (found.traced_none_s or 0.0) / found.traced_step_s
-    shown = [*found.traced_waits.items(), (NONE, none)]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= _EXPLAINED)
 
 
 def _slowest_lines(found: Findings) -> list[str]:
@@ -205,8 +170,8 @@ def _slowest_lines(found: Findings) -> list[str]:
     lines = []
     for rate in found.slow_ranks:
         lines.append(
-            f"{named(rate.ranks, rate.hosts)}: {rate.name} at {rate.value:.3g} {rate.unit}, the "
-            f"others at {rate.median:.3g}; at their rate a step would be {rate.shorter:.0%} shorter"
+            f"{named(rate.ranks, rate.hosts)}: {rate.name} is {rate.value:.3g}, the others' is "
+            f"{rate.median:.3g}, with which a step would be {rate.shorter:.0%} shorter"
         )
     last = found.last_rank
     if last is not None and last.waited_s > FELT * last.step_s:
@@ -223,7 +188,9 @@ def _slowest_lines(found: Findings) -> list[str]:
     return lines
 
 
-def _disk_lines(traffic: DiskTraffic) -> list[str]:
+def _disk_lines(found: Findings) -> list[str]:
+    if (traffic := found.disk_traffic) is None:
+        return []
     reads, writes = format_bytes(traffic.read_bytes), format_bytes(traffic.written_bytes)
     lines = [f"planned: each step reads {reads} and writes {writes}"]
     if (moved := traffic.so_far) is not None:
@@ -236,16 +203,7 @@ def _code_rows(found: Findings) -> list[list[str]]:
     rows = [["of", "from caches", "compiled here", "took"]]
     for kind, counts in found.code.items():
         rows.append([kind, str(counts.found), str(counts.made), duration(counts.time_s)])
-    return rows
-
-
-def budget_sections(found: Findings) -> list[Section]:
-    """The gain from a tenth more of each resource; [] if not requested."""
-    rows = [["resource", "throughput", "step time"]]
-    for change in found.budgets:
-        gain = "-" if change.gain is None else f"{change.gain:+.1%}"
-        rows.append([change.name, gain, duration(change.step_s) if change.step_s else "-"])
-    return [("with a tenth more of one resource", rows)] if found.budgets else []
+    return rows if found.code else []
 
 
 def change_sections(found: Findings) -> list[Section]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
@@ -112,11 +113,8 @@ class Findings:
     streams: tuple[Busy, ...]
     bounds: dict[str, float]  # resource -> its share of the step's time, the largest first
     changes: tuple[Change, ...]
-    budgets: tuple[Change, ...]  # gains from a tenth more of each resource
-    locked_bytes: int | None = None  # page-locked host memory; None: not needed
     page_locked: Memory | None = None  # needed, and the limit; None: limit unknown
     pageable_s: float = 0.0  # part of a step that pageable memory costs
-    numa_node: str | None = None  # of its host memory, near the GPU; None: the only one
     ranks: int = 1  # that share the model; memory and times are per rank
     replicas: int = 1  # ranks with the same shard
     network_gb_s: float | None = None  # per rank, between replicas; None: no replicas
@@ -136,9 +134,6 @@ class Findings:
         parameters: int,
         traced: Timeline | None = None,
         changes: Sequence[Change] = (),
-        budgets: Sequence[Change] = (),
-        locked_bytes: int | None = None,
-        numa_node: str | None = None,
         rates: Sequence[RankRates] = (),
         rank_steps: Sequence[RankSteps] = (),
         code: Mapping[str, CodeCounts] | None = None,
@@ -149,22 +144,19 @@ class Findings:
         Args:
             now: the step.
             traced: a trace of whole steps; the first is ignored if there are more.
-            locked_bytes: page-locked host memory. Default: as much as the limit allows, if known.
             rates: of each rank that shares the model; `now` is planned with the slowest.
             rank_steps: the traced steps of each rank.
         """
         peak, device = now.device.peak, now.device_kinds()
         host, disk, planned = now.host(), now.disk(), now.disk_traffic()
         needed, limit = sum(host.values()), now.hardware.locked_bytes
-        if limit is not None and locked_bytes is None:
-            locked_bytes = min(limit, needed)
         steps = None if traced is None else traced_steps(traced, model)
         return cls(
             model=model,
             hardware=now.hardware.name,
             parameters=parameters,
             templates=len({id(t) for schedule in now.schedules for t in schedule.templates}),
-            stages=stage_groups(now),
+            stages=_stage_groups(now),
             device=Memory(
                 device, peak.total_bytes, now.device_bytes, f"{peak.graph} {peak.label}".strip()
             ),
@@ -182,11 +174,8 @@ class Findings:
             streams=_streams(now.timeline(), steps),
             bounds=now.bounds(),
             changes=tuple(changes),
-            budgets=tuple(budgets),
-            locked_bytes=locked_bytes,
             page_locked=None if limit is None else Memory({}, needed, limit),
-            pageable_s=now.pageable_s if now.pageable_bytes else 0.0,
-            numa_node=numa_node,
+            pageable_s=now.pageable_s,
             ranks=now.ranks,
             replicas=now.replicas,
             network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
@@ -212,25 +201,14 @@ class Findings:
     def traced_bound(self) -> str | None:
         """The stream that the traced steps waited for most ("host": the host's update), which is
         not always the busiest."""
-        waits = self.traced_waits
-        return max(waits, key=waits.__getitem__) if waits else None
+        return next(iter(self.traced_waits), None)
 
     @property
     def traced_waits(self) -> dict[str, float]:
         """The share of each stream in the traced step's critical path; {} without a trace."""
-        step_s = self.traced_step_s
-        found = {
-            row.stream: row.traced_waited_s / step_s
-            for row in self.streams
-            if step_s and row.traced_waited_s is not None
-        }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    @property
-    def traced_busiest(self) -> str | None:
-        """The stream that was busy for most of the traced steps' time."""
-        busy = {row.stream: row.traced_s for row in self.streams if row.traced_s is not None}
-        return max(busy, key=lambda name: busy[name] or 0.0) if busy else None
+        step_s = self.traced_step_s or math.inf
+        waits = {r.stream: (r.traced_waited_s or 0.0) / step_s for r in self.streams}
+        return dict(sorted(waits.items(), key=lambda item: -item[1])) if self.traced_step_s else {}
 
     def to_dict(self) -> dict[str, Any]:
         """All findings as JSON types, in seconds and bytes."""
@@ -300,7 +278,7 @@ def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, .
 _COMPUTES = ("forward", "recompute", "backward")
 
 
-def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
+def _stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
     """The stages of a step, grouped if they are alike, in the order of the first of each group."""
     templates = dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
     order = {id(template): index for index, template in enumerate(templates)}

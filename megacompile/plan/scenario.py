@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile.cost.hardware import DISK_RATES, Hardware, pageable_bytes, with_pageable
-from megacompile.cost.memory import DeviceMemory, MemoryKind, device_memory
+from megacompile.cost.hardware import DISK_RATES, Hardware, with_pageable
+from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import device_kinds, disk_memory, host_memory
 from megacompile.cost.simulate import Prediction, Script, simulate_script
@@ -27,9 +27,8 @@ from megacompile.ir.stream import Stream
 from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler, SettledPlans
 from megacompile.plan.pipeline import Planned
-from megacompile.text import format_bytes
 
-FASTER = 1.1  # the factor by which a resource is sped up to find its share
+_FASTER = 1.1  # the factor by which a resource is sped up to find its share
 _RATES = {  # the rates of `Hardware` that make up a resource
     "compute": ("matmul_tflop_s", "matmul32_tflop_s", "matmul8_tflop_s", "memory_gb_s"),
     "h2d": ("h2d_gb_s", "h2d_both_gb_s"),
@@ -96,14 +95,9 @@ class Scenario:
         return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
 
     @property
-    def pageable_bytes(self) -> int:
-        """Bytes of host memory beyond the system's known limit of page-locked memory."""
-        return pageable_bytes(self.hardware, sum(self.host().values()))
-
-    @property
     def pageable_s(self) -> float:
-        """Seconds that pageable memory adds to a step of this plan. If everything could be locked,
-        another plan might be faster."""
+        """Seconds that pageable memory, beyond the system's known limit of page-locked memory, adds
+        to a step of this plan. If everything could be locked, another plan might be faster."""
         return self.step_s - self.timeline(replace(self.hardware, locked_bytes=None)).step_s
 
     def disk(self) -> dict[str, int]:
@@ -125,32 +119,29 @@ class Scenario:
         speeds up as much as the resource."""
         used = {"disk": bool(self.disk()), "interconnect": self.ranks > 1}
         used["network"] = self.replicas > 1
-        found, possible = {}, self.step_s * (1 - 1 / FASTER)
+        found, possible = {}, self.step_s * (1 - 1 / _FASTER)
         for name in _RATES:
             if used.get(name, True):
-                less = self.step_s - self.timeline(faster(self.hardware, name, FASTER)).step_s
+                less = self.step_s - self.timeline(_faster(self.hardware, name)).step_s
                 found[name] = max(0.0, less / possible) if possible else 0.0
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
-    """The same machine with one resource faster by a factor."""
+def _faster(hardware: Hardware, resource: str) -> Hardware:
+    """The same machine with one resource faster by `_FASTER`."""
     rates = {name: getattr(hardware, name) for name in _RATES[resource]}
     if resource == "network":
         rates["network_gb_s"] = hardware.replicas_gb_s
-    changes = {name: rate * times for name, rate in rates.items() if rate is not None}
+    changes = {name: rate * _FASTER for name, rate in rates.items() if rate is not None}
     per_op = {"interconnect": "collective_s", "compute": "launch_s"}
     per_op |= dict.fromkeys(("h2d", "d2h"), "copy_s")
     if (name := per_op.get(resource)) is not None:
-        changes[name] = getattr(hardware, name) / times
+        changes[name] = getattr(hardware, name) / _FASTER
     return replace(hardware, **changes)
 
 
-# Alternatives to a planned step. For other options and more memory, the captured graphs are planned
-# again. For a faster machine, the current plan is simulated with other rates.
-
-_HOST = ("host memory bandwidth", "host update")
-_OF_BATCH = (MemoryKind.INPUTS, MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.WORKSPACE)
+# Alternatives to a planned step: the captured graphs are planned again, with other options or more
+# memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,78 +153,14 @@ class Change:
     step_s: float | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
-    note: str = ""
+    note: str = ""  # why it does not fit
 
 
 def changes(
-    now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
-) -> tuple[Change, ...]:
-    """The changes worth considering, the largest gain first. `compiler` makes other plans of the
-    captured graphs in `planned`; None: keep the current one."""
-    found = [] if compiler is None else _other_options(now, compiler, planned)
-    if any(schedule.backward is not None for schedule in now.schedules):
-        found.append(_twice_the_batch(now))
-    if now.optimizer.states and not now.optimizer.in_backward:
-        found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
-    found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
-    return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
-
-
-def budgets(
-    now: Scenario, compiler: PassCompiler | None = None, planned: Sequence[Planned] = ()
-) -> tuple[Change, ...]:
-    """The gain from a tenth more of each resource. For more memory the graphs are planned again, if
-    `compiler` is given. The current plan is simulated with a faster disk and, if the system limits
-    page-locked memory, with a higher limit."""
-    found = [] if compiler is None else _more_memory(now, compiler, planned)
-    if short := now.pageable_bytes:
-        size = min(short, -(-sum(now.host().values()) // 10))
-        locked = replace(now.hardware, locked_bytes=size + (now.hardware.locked_bytes or 0))
-        found.append(_on(now, f"page-locked memory (+{format_bytes(size)})", locked))
-    if now.disk():
-        found.append(_faster(now, "rate of the disk", ("disk",), FASTER))
-    return tuple(found)
-
-
-def _again(
-    now: Scenario,
-    compiler: PassCompiler,
-    planned: Sequence[Planned],
-    name: str,
-    options: Options,
-    **budgets: int,
-) -> Change:
-    """The effect of planning with other options, or with larger budgets in bytes (`device`, `host`,
-    `disk`), in which the current plan still fits; or the reason why nothing fits."""
-    device = budgets.get("device") or compiler.budget.size_bytes()
-    host = budgets.get("host")
-    other = compiler.other(
-        options,
-        hardware=replace(now.hardware, host_bytes=host) if host else now.hardware,
-        budget_bytes=device,
-        host_bytes=host,
-        disk_budget_bytes=budgets.get("disk"),
-    )
-    plans, update = SettledPlans(other), options.optimizer is not None
-    try:
-        schedules = tuple(
-            plans.schedule(each._replace(variant=replace(each.variant, update=update)), draft=True)
-            for each in planned
-        )
-    except MegacompileError as error:
-        return Change(name, note="does not fit: " + str(error).splitlines()[0])
-    optimizer = other.setting.cost(states=now.optimizer.states)
-    found = replace(now, schedules=schedules, optimizer=optimizer)
-    if budgets:
-        found = min(now, found, key=lambda each: each.step_s)
-    needed = found.device.peak.total_bytes, sum(found.host().values())
-    return Change(name, now.step_s / found.step_s - 1, found.step_s, *needed)
-
-
-def _other_options(
     now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]
-) -> list[Change]:
-    """Plan with other options, and with twice the device memory."""
+) -> tuple[Change, ...]:
+    """The changes worth considering, the largest gain first: other options, and twice the memory of
+    the device or the host. `compiler` plans the captured graphs in `planned` again."""
     options, states = compiler.setting.options, now.optimizer.states
     # plans ignore which parameters the optimizer of `megacompile(model, optimizer=...)` updates
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
@@ -250,48 +177,44 @@ def _other_options(
     plan = partial(_again, now, compiler, planned)
     found = [plan(name, replace(options, **changed)) for name, changed in tried.items()]
     twice = 2 * compiler.budget.size_bytes()
-    return [*found, plan("twice the device memory", options, device=twice)]
+    found.append(plan("twice the device memory", options, device_bytes=twice))
+    if (host := compiler.setting.host_budget_bytes()) is not None:
+        more = options
+        if options.host_memory is not None:
+            more = replace(options, host_memory=max(options.host_memory, 2 * host))
+        found.append(plan("twice the host memory", more, host_bytes=2 * host))
+    return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
 
 
-def _more_memory(now: Scenario, compiler: PassCompiler, planned: Sequence[Planned]) -> list[Change]:
-    """Plan with a tenth more memory of the device, the host and, if the plan uses it, the disk."""
-    options, found = compiler.setting.options, []
-    sizes = {
-        "device": compiler.budget.size_bytes(),
-        "host": compiler.setting.host_budget_bytes(),
-        "disk": compiler.budget.disk_bytes() if now.disk() else None,
-    }
-    for memory, size in sizes.items():
-        if size is not None:
-            more, changed = size * 11 // 10, options
-            if memory == "host" and options.host_memory is not None:
-                changed = replace(options, host_memory=max(options.host_memory, more))
-            name = f"{memory} memory (+{format_bytes(size // 10)})"
-            found.append(_again(now, compiler, planned, name, changed, **{memory: more}))
-    return found
-
-
-def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:
-    machine = now.hardware
-    for resource in resources:
-        machine = faster(machine, resource, times)
-    return _on(now, name, machine)
-
-
-def _on(now: Scenario, name: str, machine: Hardware) -> Change:
-    """The same plan on another machine."""
-    step_s = now.timeline(machine).step_s
-    return Change(name, now.step_s / step_s - 1, step_s)
-
-
-def _twice_the_batch(now: Scenario) -> Change:
-    """Estimate by doubling every compute's time, because no graph of that batch was captured."""
-    step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
-    needed = max(
-        moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)
-        for moment in now.device.moments
+def _again(
+    now: Scenario,
+    compiler: PassCompiler,
+    planned: Sequence[Planned],
+    name: str,
+    options: Options,
+    *,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+) -> Change:
+    """The effect of planning with other options, or with larger budgets, in which the current plan
+    still fits; or the reason why nothing fits."""
+    other = compiler.other(
+        options,
+        hardware=replace(now.hardware, host_bytes=host_bytes or now.hardware.host_bytes),
+        budget_bytes=device_bytes or compiler.budget.size_bytes(),
+        host_bytes=host_bytes,
     )
-    note = "assumes that computes take twice as long"
-    if now.device_bytes is not None and needed > now.device_bytes:
-        note += f"; this plan would need {format_bytes(needed)} of device memory"
-    return Change("twice the batch", 2 * now.step_s / step_s - 1, step_s, needed, note=note)
+    plans, update = SettledPlans(other), options.optimizer is not None
+    try:
+        schedules = tuple(
+            plans.schedule(each._replace(variant=replace(each.variant, update=update)), draft=True)
+            for each in planned
+        )
+    except MegacompileError as error:
+        return Change(name, note="does not fit: " + str(error).splitlines()[0])
+    optimizer = other.setting.cost(states=now.optimizer.states)
+    found = replace(now, schedules=schedules, optimizer=optimizer)
+    if device_bytes or host_bytes:
+        found = min(now, found, key=lambda each: each.step_s)
+    needed = found.device.peak.total_bytes, sum(found.host().values())
+    return Change(name, now.step_s / found.step_s - 1, found.step_s, *needed)

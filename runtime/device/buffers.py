@@ -41,7 +41,7 @@ from megacompile.errors import DiskError, HostMemoryError
 from megacompile.host_memory import PAGE_LOCKS, check_host_memory
 from megacompile.ir.buckets import Param
 from megacompile.progress import phase
-from megacompile.runtime.device.background import Background, WeakIdSet, at_fork, fulfil, is_over
+from megacompile.runtime.device.background import Background, at_fork, fulfil, is_over
 from megacompile.runtime.disk import Disk, FileSpan, Place
 from megacompile.text import format_bytes
 
@@ -224,7 +224,6 @@ class HostBudget:
         self.limit_bytes = limit_bytes  # of all live buffers together; None: the machine's memory
         self.node = node  # the NUMA node near the device that copies from and to them; None: any
         self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
-        self._buffers: WeakIdSet[HostBuffer] = WeakIdSet()
         self._next = itertools.count()
         self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
         self._maker = Background("megacompile-host-memory")
@@ -232,10 +231,6 @@ class HostBudget:
     @property
     def held_bytes(self) -> int:
         return sum(list(self._sizes.values()))
-
-    @property
-    def locked_bytes(self) -> int:
-        return sum(len(buffer) for buffer in self._buffers if buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
         """Return a new buffer, or one allocated in advance; `what` names its purpose in errors.
@@ -317,7 +312,6 @@ class HostBudget:
                 ) from error
             raise
         weakref.finalize(buffer, self._sizes.pop, key).atexit = False
-        self._buffers.add(buffer)
         return buffer
 
     def _check(self, size_bytes: int, what: str) -> None:

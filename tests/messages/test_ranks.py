@@ -199,10 +199,10 @@ def explained() -> Explanation:
 SLOW: dict[str, Any] = {
     "ranks": (3,),
     "hosts": ("b",),
-    "name": "matrix products",
-    "unit": "TFLOP/s",
+    "name": "matmul_tflop_s",
+    "value": 610.0,
+    "median": 655.0,
 }
-SLOW |= {"value": 610.0, "median": 655.0}
 LAST: dict[str, Any] = {"rank": 1, "host": "b", "step_s": 1.0, "lane": "h2d"}
 LAST |= {"busy_s": 0.9, "others_busy_s": 0.3, "waited_s": 0.2}
 
@@ -218,11 +218,10 @@ def last(**changed: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (slow(), "- 3 (host b): matrix products at 610 TFLOP/s, the others at 655; at their "
-         "rate a step would be 5% shorter"),
-        (slow(name="kernel launches", unit="us", value=8.0, median=4.0) | {"hosts": ("a",)},
-         "- 3: kernel launches at 8 us, the others at 4; at their rate a step would be 5% "
-         "shorter"),
+        (slow(), "- 3 (host b): matmul_tflop_s is 610, the others' is 655, with which a step "
+         "would be 5% shorter"),
+        (slow(name="launch_s", value=8e-6, median=4e-6) | {"hosts": ("a",)},
+         "- 3: launch_s is 8e-06, the others' is 4e-06, with which a step would be 5% shorter"),
         (last(), "- 1 (host b) came last in the traced steps: its h2d is busy for 900 ms a "
          "step, the others' for 300 ms; the others wait 200 ms a step longer in collectives"),
         (last(lane="none of them"), "- 1 (host b) came last in the traced steps: none of its "

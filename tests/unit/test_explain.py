@@ -114,7 +114,7 @@ def test_a_streamed_model() -> None:
     again = json.loads(json.dumps(found.to_dict()))
     assert again["device"]["needed_bytes"] == found.device.needed_bytes
     assert again["bound"] == found.bound and again["device"]["fits"] is True
-    assert found._repr_html_().count("<table>") >= 4
+    assert found._repr_html_().startswith("<pre>")
 
     for resource, machine in SLOW.items():
         other = mc.explain(model, hardware=machine, changes=False)
@@ -122,7 +122,7 @@ def test_a_streamed_model() -> None:
     slow = H200.replace(h2d_gb_s=1e-3, h2d_both_gb_s=1e-3)
     fast = mc.explain(model, hardware=slow, changes=False)
     short = mc.explain(model, hardware=slow.replace(locked_bytes=0), changes=False)
-    assert short.step_s > 1.5 * fast.step_s and short.to_dict()["locked_bytes"] == 0
+    assert short.step_s > 1.5 * fast.step_s and short.to_dict()["page_locked"]["fits"] is False
 
     assert found.traced_step_s is None and found.traced_bound is None
     with mc.trace(model) as trace:
@@ -133,7 +133,7 @@ def test_a_streamed_model() -> None:
     assert found.traced_bound == next(iter(found.traced_waits)) in busy
     assert found.traced_step_s is not None
     shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
-    assert shares == pytest.approx(1.0) and found.traced_busiest in busy
+    assert shares == pytest.approx(1.0)
     assert mc.explain(model, trace=trace, changes=False) == found
     del trace
     assert mc.explain(model, changes=False).traced_step_s is None
@@ -179,7 +179,6 @@ def test_changes_are_tried() -> None:
     model, _ = trained(gpu_memory="2MiB", resident=0)
     found = mc.explain(model, hardware=H200.replace(launch_s=1e-9))
     by_name = {change.name: change for change in found.changes}
-    assert "twice the batch" in by_name
     small, now = by_name["8-bit optimizer states"], found.host.needed_bytes
     assert small.host_bytes is not None and small.host_bytes < now
     assert by_name["twice the device memory"].gain is not None

@@ -110,15 +110,15 @@ def test_the_disk_of_a_folder(
     """Its rates are fields of the machine."""
     path = rates._disk_file(tmp_path)
     assert path is not None and rates.disk_on_file(tmp_path) is None
-    names = [f"{name}_gb_s" for name in ("read", "write", "read_both", "write_both")]
+    names = [f"disk_{name}_gb_s" for name in ("read", "write", "read_both", "write_both")]
     measured = dict(zip(names, (4.0, 3.0, 2.0, 1.0), strict=True))
     path.write_text(json.dumps(measured))
     command = ["hardware", "--device", "cpu"]
     assert main([*command, "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {name: found[f"disk_{name}"] for name in names} == measured
+    assert {name: found[name] for name in names} == measured
     assert main(command) == 0 and "disk_read" not in capsys.readouterr().out
-    for text in ("{", '{"read_gb_s": 1.0}', path.read_text().replace("1.0", "-1.0")):
+    for text in ("{", '{"disk_read_gb_s": 1.0}', path.read_text().replace("1.0", "-1.0")):
         path.write_text(text)
         assert rates.disk_on_file(tmp_path) is None
     for wrong in (["--disk", str(tmp_path / "absent")], ["--device", "cuda:99"]):
