@@ -173,7 +173,7 @@ def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
             there = frozenset(bucket.key for bucket in program.stages.buckets)
             program.plans.placement = Placement(Places.of(there))
     now = Scenario(
-        tuple(program.schedule(reuse=program is programs[-1]) for program in programs),
+        tuple(program.schedule() for program in programs),
         hardware,
         programs[0].compiler.setting.cost(),
         device_bytes=hardware.device_bytes,

@@ -95,9 +95,9 @@ def row(case: Case) -> dict[str, object]:
 
 
 def _planned(programs: list[AbstractProgram], hardware: Hardware) -> dict[str, object]:
-    last, compiler = programs[-1], programs[0].compiler
+    compiler = programs[0].compiler
     try:
-        schedules = tuple(program.schedule(reuse=program is last) for program in programs)
+        schedules = tuple(program.schedule() for program in programs)
     except (DeviceMemoryError, HostMemoryError):
         return {"step_s": None}
     now = Scenario(

@@ -274,7 +274,7 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
     with line("", options.progress):  # shows what is measured
         gather = ranks.all_gather_object
         disk = agree_disk(ranks.mesh, options.disk, gather, measured=cuda)
-        agreed = agree(ranks.mesh, options.device, gather, disk)
+        agreed = agree(ranks.mesh, options.device, gather, disk) if cuda else None
     disk_bytes = None if disk is None else disk.share_bytes
     if not all(ranks.all_gather_object(options.plans)):
         return Setting(options, None, host_bytes, agreed, disk_bytes)

@@ -50,7 +50,7 @@ def plan(args: argparse.Namespace) -> int:
         host_bytes=hardware.host_bytes,
         disk_bytes=compiler.budget.disk_bytes(),
     )
-    planned = [program.planned(reuse=program is programs[-1]) for program in programs]
+    planned = [program.planned() for program in programs]
     why_not = _first_too_small(target, options, now, fits=not refused) or refused
     lacks = now.device.peak.total_bytes - compiler.budget.size_bytes()
     if tried := lacks > 0 and not why_not:
@@ -187,14 +187,13 @@ def _schedules(programs: list[AbstractProgram]) -> tuple[list[Schedule], tuple[s
     found: list[Schedule] = []
     refused: tuple[str, ...] = ()
     for program in programs:
-        reuse = program is programs[-1]
         try:
-            found.append(program.schedule(reuse=reuse))
+            found.append(program.schedule())
         except (DeviceMemoryError, HostMemoryError) as error:
             lines = str(error).removeprefix("megacompile(): ").splitlines()
             refused = refused or tuple(line for line in lines if not line.startswith("  "))
             program.plans.choose_least(program.stages, "this is the closest plan")
-            found.append(program.schedule(reuse=reuse))
+            found.append(program.schedule())
     return found, refused
 
 

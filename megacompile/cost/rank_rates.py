@@ -127,14 +127,9 @@ def agree(
     device: torch.device,
     all_gather_object: AllGather,
     disk: SharedDisk | None = None,
-) -> Agreed | None:
-    """Find the slowest rates of all ranks, with their disks'. This is a collective, which raises if
-    a rank fails.
-
-    Each GPU is measured once, in a few seconds. On the CPU nothing is measured; the result is None
-    unless every rank has cached rates.
-    """
-    cuda = device.type == "cuda"
+) -> Agreed:
+    """Find the slowest rates of the GPUs of all ranks, with their disks'. This is a collective,
+    which raises if a rank fails. Each GPU is measured once, in a few seconds."""
     here = all_gather_object(host_of_rank()).count(host_of_rank())
 
     def gathered(rates: Hardware | None) -> list[_Said]:
@@ -145,14 +140,12 @@ def agree(
             _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh), whole, users)
         )
 
-    found = gathered(cached(device, here if cuda else 1))
+    found = gathered(cached(device, here))
     if any(each.hardware is None for each in found):  # if one must measure, all do at once
-        if not cuda:
-            return None
         found = gathered(measure_together(device, here, lambda: all_gather_object(None)))
-    ranks, shares = _with_hosts(found, together=cuda)
+    ranks, shares = _with_hosts(found)
     slowest = _slowest(shares)
-    if not cuda or len(ranks) == 1:  # no other rank to gather from
+    if len(ranks) == 1:  # no other rank to gather from
         return Agreed(slowest, ranks)
     gather_gb_s, start_s = interconnect(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
@@ -171,21 +164,17 @@ def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
     return found
 
 
-def _with_hosts(
-    found: Sequence[_Said], *, together: bool
-) -> tuple[tuple[RankRates, ...], list[Hardware]]:
-    """Each rank's rates with its whole host, and with its share of it. `together`: ranks measured
-    at the same time, so the host has the sum; otherwise each had the host alone."""
+def _with_hosts(found: Sequence[_Said]) -> tuple[tuple[RankRates, ...], list[Hardware]]:
+    """Each rank's rates with its whole host, which has the sum of what its ranks reached together,
+    and with its share of it."""
     rows, shares = [], []
     for rank, host, of_host, hardware, disk_ranks in sorted(found, key=lambda each: each.rank):
         assert hardware is not None
-        rates = [
-            each.hardware.host_memory_gb_s for each in found if each.host == host and each.hardware
-        ]
-        whole = hardware.replace(host_memory_gb_s=sum(rates) if together else min(rates))
+        of_all = [e.hardware.host_memory_gb_s for e in found if e.host == host and e.hardware]
+        whole = hardware.replace(host_memory_gb_s=sum(of_all))
         rows.append(RankRates(rank, host[1], whole))
         share = whole.divided(of_host, "host_bytes").divided(disk_ranks, *DISK_RATES)
-        shares.append(share.divided(len(rates), "host_memory_gb_s"))
+        shares.append(share.divided(len(of_all), "host_memory_gb_s"))
     return tuple(rows), shares
 
 

@@ -49,7 +49,7 @@ def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: 
         probe = _Probe(device)
         meet()
         measured = probe.of_device()
-        probe.update()  # allocates its memory
+        probe.update()  # allocates its states
         meet()
         return probe.with_host(measured, meet)
 
@@ -66,8 +66,10 @@ class _Probe:
         self.on_device = [
             torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
         ]
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.cuda else []
+        self.streams = [torch.cuda.Stream(device) if self.cuda else None for _ in range(2)]
+        param = torch.nn.Parameter(torch.ones(_COPY_BYTES // 4))
+        param.grad = torch.ones_like(param)
+        self.update = torch.optim.AdamW([param], fused=True).step
 
     def of_device(self) -> Hardware:
         """The rates of copies and of the device, and the sizes of both memories."""
@@ -143,10 +145,6 @@ class _Probe:
         self.on_host[1].copy_(self.on_device[1], non_blocking=True)
 
     def both_ways(self) -> None:
-        if not self.cuda:
-            self.h2d()
-            self.d2h()
-            return
         for stream, copy in zip(self.streams, (self.h2d, self.d2h), strict=True):
             with torch.cuda.stream(stream):
                 copy()
@@ -187,13 +185,6 @@ class _Probe:
             self._wait()
             now, done = time.perf_counter(), done + 20
         return done * 6 * m * k * n / (now - start) if done else 0.0
-
-    def update(self) -> None:
-        if self.optimizer is None:
-            param = torch.nn.Parameter(torch.ones(_COPY_BYTES // 4))
-            param.grad = torch.ones_like(param)
-            self.optimizer = torch.optim.AdamW([param], fused=True)
-        self.optimizer.step()
 
 
 # Measures a disk with direct reads and writes of a scratch file.

@@ -64,29 +64,24 @@ class AbstractProgram:
     capture: Capture
     stages: Schedule
     plans: SettledPlans
+    is_last: bool  # no other graph runs between its forward and its backward
 
     @property
     def compiler(self) -> PassCompiler:
         """The planner shared by all programs of a model."""
         return self.plans.compiler
 
-    def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
-        """The input of `SettledPlans.schedule`."""
-        variant = Variant(
-            tangents=expected_tangents(self.stages),
-            keep_last=True,
-            accumulate=accumulate,
-            reuse=reuse,
-            update=self.compiler.setting.options.optimizer is not None,
-        )
+    def planned(self) -> Planned:
+        """The input of `SettledPlans.schedule`: a step in the middle of training, whose backward
+        takes weights that the forward left in the slots, if no other graph runs in between."""
+        update = self.compiler.setting.options.optimizer is not None
+        tangents = expected_tangents(self.stages)
+        variant = Variant(tangents, keep_last=True, reuse=self.is_last, update=update)
         return Planned(self.stages, self.capture, variant)
 
-    def schedule(self, *, accumulate: bool = False, reuse: bool = True) -> Schedule:
-        """Build and verify the schedule of a step in the middle of training, without code. With
-        `accumulate` it adds to gradients on the host. With `reuse` the backward takes weights
-        that the forward left in the slots, which requires that no other captured graph runs in
-        between."""
-        return self.plans.schedule(self.planned(accumulate=accumulate, reuse=reuse))
+    def schedule(self) -> Schedule:
+        """Build and verify the schedule, without code."""
+        return self.plans.schedule(self.planned())
 
 
 def abstract_programs(
@@ -162,7 +157,11 @@ class _Capturing:
                 "shows more"
             )
         partition = self.plans.compiler.pipeline.partition
-        return [AbstractProgram(each, partition(each), self.plans) for each in self.captures]
+        last = self.captures[-1]
+        return [
+            AbstractProgram(each, partition(each), self.plans, each is last)
+            for each in self.captures
+        ]
 
     def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         del examples

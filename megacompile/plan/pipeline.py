@@ -103,11 +103,8 @@ class Pipeline:
     def _stages_of(self, capture: Capture, whole: bool) -> Schedule:
         options = self.setting.options
         causal = functools.partial(use_causal_attention, lowering=options.lowering)
+        widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
         chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
-        losses: list[_CapturePass] = []
-        if options.compute_dtype is not None:
-            widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
-            losses.append(("losses", widen))
         capture, reasons, history = _run_on_capture(
             capture,
             [
@@ -117,7 +114,7 @@ class Pipeline:
                 ("vmaps", fold_vmaps),
                 ("experts", functools.partial(take_grouped_products, device=options.device)),
                 ("causal", causal),
-                *losses,
+                *([] if options.compute_dtype is None else [("losses", widen)]),
                 ("chunk", chunk),
             ],
         )
@@ -135,18 +132,14 @@ class Pipeline:
 
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Run the passes before the choice of a plan."""
-        trace = self._tracing(trace_templates, capture)
+        trace = functools.partial(
+            trace_templates,
+            ambient=capture.ambient,
+            cache=self.templates,
+            lowering=self.setting.options.lowering,
+        )
         schedule = replace(stages, tangents=variant.tangents)
         return _run(schedule, [("templates", trace), ("differentiate", differentiate)])
-
-    def _tracing(
-        self, function: Callable[..., Schedule], capture: Capture
-    ) -> Callable[[Schedule], Schedule]:
-        """A pass that traces stages, bound to its arguments."""
-        lowering = self.setting.options.lowering
-        return functools.partial(
-            function, ambient=capture.ambient, cache=self.templates, lowering=lowering
-        )
 
     def planned(
         self,

@@ -49,9 +49,9 @@ class Setting:
         if self.hardware is not None:
             return self.hardware
         device, folder = self.options.device, self.options.disk
-        found = None if self.agreed is None else self.agreed.hardware  # includes the disk
         if device.type != "cuda":  # nothing is measured for a plan on the CPU
-            return found or cached(device) or _ASSUMED
+            return (cached(device) if self.options.ranks == 1 else None) or _ASSUMED
+        found = None if self.agreed is None else self.agreed.hardware  # includes the disk
         if found is None:
             found = load(device) if folder is None else load_disk(folder).on(load(device))
         return replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
