@@ -11,19 +11,17 @@ They go back if a plan does not fit next to them or the device runs out of memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import RESIDENT, BucketPlan, Choice, Placement, Places, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
-from megacompile.plan.fit import device_table
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
-_REMEMBERED = 8  # captured graphs; the smallest floor among them limits `step_down`
 _LESS = 0.9  # the next budget, if the largest plan ran out of memory: a share of its memory
 
 
@@ -39,7 +37,6 @@ class Budget:
         self.limit_bytes = setting.options.gpu_memory if limit_bytes is None else limit_bytes
         self._is_of_all = False  # have ranks agreed on a limit?
         self._needed_bytes = 0  # predicted, by the largest plan since the last `step_down`
-        self._problems: list[Problem] = []  # of the captured graphs, the latest last
 
     def size_bytes(self) -> int:
         """The user's limit, or the memory that was free at the first use."""
@@ -60,10 +57,9 @@ class Budget:
             self._is_of_all = True
             self.limit_bytes = self.setting.least(self.size_bytes())
 
-    def note(self, problem: Problem, peak_bytes: int) -> None:
+    def note(self, peak_bytes: int) -> None:
         """Record the peak device memory of a chosen plan."""
         self._needed_bytes = max(self._needed_bytes, peak_bytes)
-        self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
     def holds(self, more_bytes: int, peak_bytes: int) -> bool:
         """True if code fits whose peak is `peak_bytes` and that needs `more_bytes` in addition to
@@ -74,24 +70,18 @@ class Budget:
         """Device memory that is left next to a plan with this peak and next to the largest plan."""
         return self.size_bytes() - max(self._needed_bytes, peak_bytes)
 
-    def step_down(self) -> str:
-        """Lower the limit to nine tenths of the largest plan's memory; describes the new limit, or
-        returns "" if nothing changes."""
+    def step_down(self, problems: Iterable[Problem]) -> str:
+        """Lower the limit to nine tenths of the largest plan's memory, but not below the smallest
+        floor of the captured graphs' problems; describes the new limit, or returns "" if nothing
+        changes."""
         if not self._needed_bytes or not self.setting.options.plans:
             return ""
-        floor_bytes = min(problem.floor_bytes() for problem in self._problems)
+        floor_bytes = min((problem.floor_bytes() for problem in problems), default=0)
         if self._needed_bytes <= floor_bytes:
             return ""
         self.limit_bytes = max(int(_LESS * self._needed_bytes), floor_bytes)
         self._needed_bytes = 0
         return f"at most {format_bytes(self.limit_bytes)} of device memory"
-
-    def needs(self) -> str:
-        """Device memory of the smallest feasible plan, as a table; "" if unknown."""
-        if not self._problems:
-            return ""
-        problem = self._problems[-1]
-        return device_table(problem, Choice(0, problem.here), problem.floor().peak)
 
 
 _SHARE = 0.5  # of the room, for buckets; the rest is for the code's tensors

@@ -23,7 +23,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget, OpenTo, WantedPlaces
-from megacompile.plan.fit import TOLERANCE, TRIED, refusal, short
+from megacompile.plan.fit import TOLERANCE, TRIED, device_table, refusal, short
 from megacompile.plan.pipeline import Pipeline, Planned
 from megacompile.plan.planner import (
     SearchResult,
@@ -126,7 +126,7 @@ class Chooser:
         if not problem.fits(choice):
             return False
         peak_bytes, step_s = problem.peak_bytes(choice), problem.step_s(choice)
-        self.budget.note(problem, peak_bytes)
+        self.budget.note(peak_bytes)
         reasons = (
             f"{len(stages.stages)} short stages run as one: everything is kept and resident on "
             f"the device, in {format_bytes(peak_bytes)} of its "
@@ -193,7 +193,7 @@ class Chooser:
         if found is None:
             found = with_fewer_states(problem) or self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
-        self.budget.note(problem, found.peak_bytes)
+        self.budget.note(found.peak_bytes)
         for key, each in list(self._planned.items()):  # the last plan, even if merged
             if stages.stages in (key, each.merged):
                 del self._planned[key]
@@ -344,7 +344,7 @@ class Chooser:
         changes. Stages keep the choices that they have, because a backward may be pending."""
         if self.wanted.end():
             return "buckets that only uncaptured code reads leave the device"
-        how = self.budget.step_down()
+        how = self.budget.step_down([each.problem for each in self._planned.values()])
         if how:
             self.wanted.reopen()
         elif self._stay_now:
@@ -352,6 +352,13 @@ class Chooser:
         self._no_stay |= self._stay_now
         self._stay_now = False
         return how
+
+    def needs(self) -> str:
+        """Device memory of the latest graph's smallest plan, as a table; "" if none was planned."""
+        if not self._planned:
+            return ""
+        *_, problem = (each.problem for each in self._planned.values())
+        return device_table(problem, Choice(0, problem.here), problem.floor().peak)
 
     def forget(self) -> None:
         """Choose again, with the buckets where they are. No backward may be pending."""

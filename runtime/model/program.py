@@ -76,7 +76,7 @@ class Plans:
         torch.cuda.empty_cache()
         how = self.compiler.step_down()
         if not how:
-            needs = self.compiler.budget.needs()
+            needs = self.compiler.chooser.needs()
             raise DeviceMemoryError(
                 f"megacompile(): device memory ran out in {where}, with every stage recomputed and "
                 f"nothing resident ({ran_out})\n{needs}{'' if not needs else chr(10)}"
