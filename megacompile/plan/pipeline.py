@@ -103,8 +103,11 @@ class Pipeline:
     def _stages_of(self, capture: Capture, whole: bool) -> Schedule:
         options = self.setting.options
         causal = functools.partial(use_causal_attention, lowering=options.lowering)
-        widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
         chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
+        losses: list[_CapturePass] = []
+        if options.compute_dtype is not None:
+            widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
+            losses.append(("losses", widen))
         capture, reasons, history = _run_on_capture(
             capture,
             [
@@ -114,7 +117,7 @@ class Pipeline:
                 ("vmaps", fold_vmaps),
                 ("experts", functools.partial(take_grouped_products, device=options.device)),
                 ("causal", causal),
-                *([] if options.compute_dtype is None else [("losses", widen)]),
+                *losses,
                 ("chunk", chunk),
             ],
         )
