@@ -58,12 +58,10 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) 
     """Host memory budget of a model: free memory and what the model holds now, less a margin.
 
     Args:
-        held_bytes: the model's memory, which moves to buckets. Counts only as far as the process
-            has it in RAM without pages of files: memory of `to_empty()` is free until it is
-            written, and pages of a mapped checkpoint can be reclaimed.
+        held_bytes: the model's memory, as far as it is in RAM without pages of files: memory of
+            `to_empty()` and pages of a mapped checkpoint are free.
         share: number of processes on this host that divide the free memory.
-        beside_bytes: memory of processes that this one will start; the margin is at least slightly
-            more.
+        beside_bytes: memory of processes that this one will start, part of the margin.
     """
     free = available_bytes() // share + min(held_bytes, in_ram_bytes())
     least = MARGIN_BYTES + beside_bytes

@@ -229,9 +229,8 @@ def takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
-    """Makes `Optimizer.load_state_dict` keep the dtypes of states, for parameters that are `ours`.
-    torch casts states to the parameter's dtype: float32 moments of a bfloat16 parameter lose
-    bits."""
+    """Makes `Optimizer.load_state_dict` keep the dtypes of states, for parameters that are `ours`:
+    torch casts float32 moments of a bfloat16 parameter."""
     _STATES_KEPT.append(ours)
     stock = torch.optim.Optimizer._process_value_according_to_param_policy
     if hasattr(stock, "keeps_states"):

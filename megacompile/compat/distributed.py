@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -168,12 +168,9 @@ def store(prefix: str, *, timeout_s: float) -> Any:
     """A client of the default process group's store, with its own key prefix. Each thread needs
     one: a client serves one request at a time."""
     c10d: Any = dist.distributed_c10d
-    shared: Any = c10d._get_default_store()
-    try:
-        own = shared.clone()
-    except (AttributeError, RuntimeError):  # a kind of store without clones
-        own = shared
-    else:
+    own: Any = c10d._get_default_store()
+    with suppress(AttributeError, RuntimeError):  # a kind of store without clones
+        own = own.clone()
         own.set_timeout(timedelta(seconds=timeout_s))
     return c10d.PrefixStore(prefix, own)
 

@@ -91,20 +91,24 @@ _KEPT = 1000  # graph breaks of the process; drops the oldest
 _TRIES = 3  # failed traces of one code object: the input may have been the reason
 
 
-class GraphBreak(NamedTuple):
+class Uncaptured(NamedTuple):
     """A line of user code that Dynamo could not capture, or that calls code that it could not."""
 
-    file: str  # "" if the whole stack is torch's and megacompile's
+    file: str  # "" if unknown, or if the whole stack is torch's and megacompile's
     line: int
     function: str
     why: str
 
+    @property
+    def place(self) -> str:
+        """ "file.py:12 (forward)"; "it" if unknown."""
+        return f"{self.file}:{self.line} ({self.function})" if self.file else "it"
 
-class Untraced(NamedTuple):
-    """A line of user code that Dynamo failed to trace."""
 
-    place: str  # "file.py:12 (forward)"; "it" if unknown
-    why: str
+def _uncaptured(stack: Iterable[tuple[str, Any, str]], why: str) -> Uncaptured:
+    """The innermost line of the user in a stack of (file, line, function)."""
+    file, line, function = ([at for at in stack if not at[0].startswith(_NOT_USERS)] or [_NONE])[-1]
+    return Uncaptured(file, int(line or 0), users_name(function), why)
 
 
 def note_uncaptured() -> None:
@@ -115,9 +119,7 @@ def note_uncaptured() -> None:
         stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
         if stack:
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
-            users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
-            places = [(at.filename, at.lineno or 0, users_name(at.name)) for at in users[-1:]]
-            _BREAKS.append(GraphBreak(*(places or [("", 0, "")])[0], why))
+            _BREAKS.append(_uncaptured(((at.filename, at.lineno, at.name) for at in stack), why))
             _COUNT[0] += 1
         stock(self, code_options, reason, exc)
 
@@ -147,23 +149,21 @@ def skip_untraced(within: types.CodeType) -> None:
     _within.add(within)
 
 
-def untraced_by(error: Exception) -> Untraced:
+def untraced_by(error: Exception) -> Uncaptured:
     """Returns where and why Dynamo raised one of `CAPTURE_ERRORS`, on one line."""
     text = str(error).strip()
     of_operator = re.search(r"with fake tensors: \w+ (.+?)\(\*.*: got (.+)", text)
     why = text.partition("\n")[0] if of_operator is None else ": ".join(of_operator.groups())
-    stack = _AT.findall(text.partition("from user code:")[2])  # absent from some errors
-    at = [place for place in stack if not place[0].startswith(_NOT_USERS)]
-    return Untraced("{}:{} ({})".format(*at[-1][:2], users_name(at[-1][2])) if at else "it", why)
+    return _uncaptured(_AT.findall(text.partition("from user code:")[2]), why)
 
 
-def untraced(code: types.CodeType) -> Untraced | None:
+def untraced(code: types.CodeType) -> Uncaptured | None:
     """The last failure that `skip_untraced` skipped for this code."""
-    found: tuple[int, Untraced | None] = _untraced.get(code, (0, None))
+    found: tuple[int, Uncaptured | None] = _untraced.get(code, (0, None))
     return found[1]
 
 
-def graph_breaks() -> Iterable[GraphBreak]:
+def graph_breaks() -> Iterable[Uncaptured]:
     """Graph breaks since `note_uncaptured`, newest first."""
     return tuple(reversed(_BREAKS))
 
@@ -198,9 +198,10 @@ def capture_is_off() -> str:
 _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
+_NONE = "", 0, ""
 _AT = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # of a traceback
 _OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]
 _within: set[types.CodeType] = set()
 _untraced = WeakIdKeyDictionary()  # code -> (failures in a row, the last one)
-_BREAKS: deque[GraphBreak] = deque(maxlen=_KEPT)
+_BREAKS: deque[Uncaptured] = deque(maxlen=_KEPT)

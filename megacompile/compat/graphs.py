@@ -124,8 +124,7 @@ def transforms(module: fx.GraphModule) -> str | None:
 
 
 def put_inputs_first(module: fx.GraphModule) -> None:
-    """Move the placeholders of a captured graph to its front, in order. torch 2.11 puts the
-    placeholder of a size that an `autograd.Function` needs last."""
+    """Move the placeholders of a captured graph to its front, in order (torch 2.11 does not)."""
     nodes = list(module.graph.nodes)
     first = next((k for k, node in enumerate(nodes) if node.op != "placeholder"), len(nodes))
     for node in nodes[first:]:
@@ -196,7 +195,6 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:
     """The inputs of a graph that Dynamo captured with symbols; None if there are none to keep."""
     placeholders = module.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
-    floats = [_is_float(node) for node in placeholders]
     dims = {
         symbol
         for value in examples
@@ -206,28 +204,27 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:
         for symbol in n.node.expr.free_symbols
     }
     own: dict[Any, sympy.Symbol] = {}
-    described: list[DescribedInput] = []
-    for value, is_float in zip(examples, floats, strict=True):
-        name = f"n{sum(item.number is not None for item in described)}"
-        if is_float:
-            described.append(DescribedInput(sympy.Symbol(name, real=True), in_tensor=True))
+    numbers: dict[int, DescribedInput] = {}
+    for k, (node, value) in enumerate(zip(placeholders, examples, strict=True)):
+        name = f"n{len(numbers)}"
+        if _is_float(node):
+            numbers[k] = DescribedInput(sympy.Symbol(name, real=True), in_tensor=True)
         elif isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
             symbol = value.node.expr
             sized = {"positive": True} if symbol in dims else {}
             own[symbol] = sympy.Symbol(name, integer=True, **sized)
-            described.append(DescribedInput(own[symbol]))
+            numbers[k] = DescribedInput(own[symbol])
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return None
-        else:
-            described.append(DescribedInput())
-    if not any(item.number is not None for item in described) or not dims <= own.keys():
+    if not numbers or not dims <= own.keys():
         return None
-    return [
-        DescribedInput(shape=_own(value.shape, own), stride=_own(value.stride(), own))
-        if isinstance(value, torch.Tensor) and not item.in_tensor
-        else item
-        for item, value in zip(described, examples, strict=True)
-    ]
+    tensors = {
+        k: DescribedInput(shape=_own(value.shape, own), stride=_own(value.stride(), own))
+        for k, value in enumerate(examples)
+        if isinstance(value, torch.Tensor)
+    }
+    known = tensors | numbers
+    return [known.get(k, DescribedInput()) for k in range(len(examples))]
 
 
 def _is_float(node: fx.Node) -> bool:

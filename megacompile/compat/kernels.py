@@ -30,14 +30,10 @@ _KEY = DispatchKey.PreDispatch
 _KEYS = DispatchKeySet(_KEY)
 _AUTOCAST = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 _UPSAMPLING = ("aten::upsample_", "aten::_upsample_")
+_INCLUDE: Any = torch._C._IncludeDispatchKeyGuard
+_EXCLUDE: Any = torch._C._ExcludeDispatchKeyGuard
 _ATEN_KERNELS = torch.library.Library("aten", "IMPL")
 _aten = torch.ops.aten
-
-
-def _symbolic_composites() -> Any:
-    """A context that enables the composite kernels of this file."""
-    guard: Any = torch._C._IncludeDispatchKeyGuard
-    return guard(_KEY)
 
 
 def _define_composites(wanted: Callable[[], bool]) -> None:
@@ -59,8 +55,7 @@ def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) 
     def run(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if not wanted() or any(map(keys.has, _AUTOCAST)):  # autocast casts, and calls this again
             return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
-        exclude: Any = torch._C._ExcludeDispatchKeyGuard
-        with exclude(_KEYS):
+        with _EXCLUDE(_KEYS):
             return kernel(*args, **kwargs)
 
     name = operator.name().removeprefix("aten::")

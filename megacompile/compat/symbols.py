@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -39,8 +39,8 @@ check: Callable[[bool], None] = torch._check
 
 
 class _Python(PythonReferenceAnalysis):
-    """Python's functions of symbols, for numbers, symbolic numbers, and proxies of both. torch's
-    class returns sympy's functions for some, or functions that read a proxy's value."""
+    """Python's functions for numbers, symbolic numbers, and proxies of both; torch's class returns
+    sympy's for some, or functions that read a proxy's value."""
 
     @staticmethod
     def trunc_to_int(x: Any, dtype: Any) -> Any:
@@ -122,11 +122,9 @@ class SymbolicFakes:
         self._numbers[symbol] = make(theirs, hint=hint, source=source)
 
     def __enter__(self) -> SymbolicFakes:
-        stack = ExitStack()
-        stack.enter_context(self.mode)
-        fake_kernels: Any = _FakeKernels
-        stack.enter_context(fake_kernels())
-        stack.enter_context(kernels._symbolic_composites())
+        stack, fake_kernels = ExitStack(), cast("Any", _FakeKernels)
+        for context in (self.mode, fake_kernels(), kernels._INCLUDE(kernels._KEY)):
+            stack.enter_context(context)
         self._stack.append((stack, _ACTIVE.set(self)))
         return self
 
@@ -219,8 +217,8 @@ class SymbolicFakes:
 
 
 class _FakeKernels(TorchDispatchMode):
-    """Makes torch's Python dispatcher find fake kernels, which some operators have only there. The
-    dispatcher is off above this mode: it would decompose operators differently than C++."""
+    """Finds fake kernels that some operators have only in torch's Python dispatcher, which is off
+    above this mode: it would decompose operators differently than C++."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

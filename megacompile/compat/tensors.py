@@ -137,11 +137,9 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     count = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel():
         return torch.UntypedStorage(0, device=tensor.device)
-    size = count * tensor.element_size()
-    storage: Any = torch._C._construct_storage_from_data_pointer(
-        tensor.data_ptr(), tensor.device, size
-    )
-    return storage  # type: ignore[no-any-return]
+    at = tensor.data_ptr(), tensor.device, count * tensor.element_size()
+    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(*at)
+    return storage
 
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:

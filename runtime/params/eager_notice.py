@@ -141,12 +141,9 @@ def _cause(innermost: FrameType) -> str:
     return "Dynamo did not capture it; TORCH_LOGS=graph_breaks shows why"
 
 
-def untraced_text(failed: compat.Untraced) -> str:
+def untraced_text(failed: compat.Uncaptured) -> str:
     return f"Dynamo could not trace {failed.place}: {failed.why}; TORCH_LOGS=+dynamo shows more"
 
 
-def _of_break(found: compat.GraphBreak) -> str:
-    return (
-        f"a graph break at {found.file}:{found.line} ({found.function}): {found.why}; "
-        "TORCH_LOGS=graph_breaks shows more"
-    )
+def _of_break(found: compat.Uncaptured) -> str:
+    return f"a graph break at {found.place}: {found.why}; TORCH_LOGS=graph_breaks shows more"

@@ -44,7 +44,7 @@ def test_graph_breaks_are_noted_with_their_line(function: Callable[[Tensor], Ten
     before = compat.uncaptured()
     torch.compile(function, backend=eager)(torch.ones(2))
     assert compat.uncaptured() == before + 1
-    found: compat.GraphBreak = next(iter(compat.graph_breaks()))
+    found: compat.Uncaptured = next(iter(compat.graph_breaks()))
     first = function.__code__.co_firstlineno
     assert found.file == __file__ and found.function == function.__name__
     assert found.line == first + (2 if function is broken else 3)
@@ -67,10 +67,11 @@ def test_what_cannot_be_traced_is_skipped_behind_lines_that_have_run() -> None:
     compiled = torch.compile(product, backend=traced)
     with pytest.raises(compat.CAPTURE_ERRORS) as raised:
         within(compiled, x, 3)
-    found: compat.Untraced = compat.untraced_by(raised.value)
+    found: compat.Uncaptured = compat.untraced_by(raised.value)
     assert found.place == f"{__file__}:{product.__code__.co_firstlineno + 3} (product)"
     assert found.why.startswith("<built-in function matmul>: RuntimeError(")
-    assert compat.untraced_by(AssertionError("no line")) == ("it", "no line")
+    unknown = compat.untraced_by(AssertionError("no line"))
+    assert (unknown.place, unknown.why) == ("it", "no line")
     for _ in range(2):  # once
         compat.skip_untraced(within.__code__)
     with pytest.raises(compat.CAPTURE_ERRORS):
