@@ -138,8 +138,8 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     if not tensor.numel():
         return torch.UntypedStorage(0, device=tensor.device)
     at = tensor.data_ptr(), tensor.device, count * tensor.element_size()
-    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(*at)
-    return storage
+    storage: Any = torch._C._construct_storage_from_data_pointer(*at)
+    return storage  # type: ignore[no-any-return]
 
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:
