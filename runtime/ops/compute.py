@@ -210,11 +210,11 @@ def _check_finite(
     if not (places := wrong(found)):
         return
     split = len(given) - len(stage.traced.tangent_metas)
-    why = "what came in is finite: it arises in this stage"
+    why = "the incoming values are finite, so it arises in this stage"
     if wrong(given[split:]):
-        why = "the gradient that comes in from the stage after it has that already"
+        why = "the incoming gradient, from the stage after it, has it already"
     elif wrong(given[:split]):
-        why = "what its forward read or kept has that already: look at the forward"
+        why = "an input or a saved tensor of its forward has it already: check the forward"
     names = []
     for ref, meta in ((stage.primals[i], stage.metas[i]) for i in stage.traced.gradients):
         if isinstance(ref, ArgRef):
@@ -224,14 +224,15 @@ def _check_finite(
     of = ", ".join(names[k] for k in places)
     raise AnomalyError(
         f"backward of stage {stage.name!r} ({stage.index}B): {'NaN or inf' if inf else 'NaN'} in "
-        f"the gradient of {of}; {why}; leave out detect_anomaly to go on regardless"
+        f"the gradient of {of}; {why}; leave out detect_anomaly to continue regardless"
     )
 
 
 def _conformed(
     template: Template, primals: Sequence[Any], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Tangents with the strides that the backward was traced with; the user's may differ."""
+    """Incoming gradients in the strides and dtypes that the backward was traced with; the user's
+    may differ."""
     strides = None  # as in the metas
     if template.tangent_strides is not None:
         strides = template.tangent_strides(*(primals[i] for i in template.numbers))
@@ -261,7 +262,7 @@ def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:
 
 
 class UpdateOps(OpGroup):
-    """The ops of optimizer updates: of buckets in place, and of streamed buckets on the device."""
+    """The ops of optimizer updates, on the host and on the device."""
 
     def update_host(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         part = self.parts.get(bucket.key)
@@ -290,8 +291,8 @@ class UpdateOps(OpGroup):
         return Handle(made, Stream.HOST, host=host.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
-        """The last such op of a graph updates the buckets of all of them in one launch. No op in
-        between reads them: the compute stream is in order."""
+        """Collect the update of a resident bucket; the last such op of a graph runs all of them in
+        one launch. No op in between reads these buckets, and later ones are on the same stream."""
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.COMPUTE)
@@ -378,7 +379,7 @@ class UpdateOps(OpGroup):
         return self._issue(Stream.COMPUTE, (weights, gradients, state), step)
 
     def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
-        """The update work for a bucket's parameters; None: nothing in this step."""
+        """The updates of a bucket's parameters, by index; None if this step does not update it."""
         if self.in_step:
             part = self.parts.get(bucket.key)
             return None if part is None else {step.index: step for step in part.steps}
@@ -399,7 +400,7 @@ class UpdateOps(OpGroup):
         return self._issue(Stream.D2H, (updated, norms), copy)
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
-        """Copy in chunks, by a thread: see [Note: small chunks] in `updates.on_device`."""
+        """Start a thread's copy to the host: see [Note: small chunks] in `updates.on_device`."""
         machine, part = self.machine, self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.HOST)

@@ -1,4 +1,4 @@
-"""Softmax statistics of logits and, in their place, the gradient of cross entropy.
+"""A Triton kernel for cross entropy: softmax statistics of logits, and the gradient in their place.
 
     m, s  = max_c z_c, sum_c exp(z_c - m)    in one pass (Milakov and Gimelshein, 2018, "Online
     lse   = m + log s                         normalizer calculation for softmax")

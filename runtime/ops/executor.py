@@ -157,8 +157,8 @@ class Executor:
 
     def update(self, parts: Mapping[int, BucketUpdate]) -> None:
         """Run the update of the buckets that take part in a step, by key; consumes what the
-        backward left of them. Ctrl-C may arrive anywhere in it, so nothing around the ops keeps
-        state that an interrupt could leave inconsistent."""
+        backward left on the device for them. Ctrl-C may arrive anywhere in it, so nothing around
+        the ops keeps state that an interrupt could leave inconsistent."""
         undone(functools.partial(self._update, parts))
 
     def _update(self, parts: Mapping[int, BucketUpdate], undos: Undos) -> None:
@@ -179,8 +179,8 @@ class Executor:
             bound.parts = {}
 
     def _leave(self, left: Sequence[Handle]) -> None:
-        """Offer what the backward left on the device to the next step; if that cannot use it, the
-        memory is freed once the copies on it are done."""
+        """Offer what the backward left on the device to the next step; if that could not use it,
+        the memory is freed after the copies out of it."""
         machine, trained = self.machine, self.schedule.gradient_params
         run = machine.current_run()
         for key, gradients, buffers in zip(self._left, left[::2], left[1::2], strict=True):
@@ -217,7 +217,7 @@ class Executor:
         machine.streams.alone = self._alone[name]
         for key, token in self._inputs[name]:
             if token is None:
-                taken.append(inputs.pop(key))  # no local name, which would keep a value
+                taken.append(inputs.pop(key))  # no local name, which would keep the value alive
                 if type(taken[-1]) is not Handle:
                     taken[-1] = Handle(taken[-1], Stream.COMPUTE)
             else:

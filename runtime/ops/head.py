@@ -59,7 +59,7 @@ def _linear_cross_entropy(
             torch.addmm(bias, x, weight.t(), out=logits)
         t = target[start : start + chunk_rows]
         options = (class_weight, ignore_index, label_smoothing)
-        total += rows(logits, t, *options, gradient=any(wanted))
+        total += chunk_loss(logits, t, *options, gradient=any(wanted))
         if of_hidden:
             compat.add_product(d_hidden[start : start + chunk_rows], logits, weight)
         if of_weight:
@@ -80,7 +80,7 @@ def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 #     dz_ic = (a_i + b_i w) exp(z_ic - lse_i) - b_i w_c - a_i [c = t_i]
 #
 # with a_i and b_i zero in ignored rows. On CUDA a Triton kernel reads each row twice and writes it
-# once; its twin here is plain torch.
+# once; `normalize_plain` does the same in plain torch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Rows:
     weight_sum: Tensor | float  # w of the formula
 
 
-def rows(
+def chunk_loss(
     logits: Tensor,  # (rows, C)
     target: Tensor,  # (rows,) int64
     class_weight: Tensor | None,  # (C,)
@@ -103,7 +103,7 @@ def rows(
     """The loss summed over a chunk, (); with `gradient`, its gradient overwrites the logits."""
     dtype, classes, valid = sum_dtype(logits.dtype), logits.shape[1], target != ignore_index
     target = torch.where(valid, target, 0)
-    if target.device.type == "cpu":  # on CUDA gather asserts this
+    if target.device.type == "cpu":  # on CUDA the gather below asserts it
         for wrong in target[(target < 0) | (target >= classes)][:1].tolist():
             raise IndexError(f"Target {wrong} is out of bounds.")  # torch's message
     weight = one = valid.to(dtype)
@@ -112,7 +112,6 @@ def rows(
         wide = class_weight.to(dtype)
         weight, chunk = wide[target] * one, Rows(logits, target, wide, wide.sum())
     a, b = weight * (1 - label_smoothing), one * (label_smoothing / classes)
-    # On CUDA gather checks the targets; the kernel does not.
     of_target = logits.gather(1, target[:, None])[:, 0].to(dtype)
     normalize, smooth = normalize_plain, label_smoothing != 0
     simple = dtype == torch.float32 and not (smooth and class_weight is not None)

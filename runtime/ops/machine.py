@@ -1,5 +1,5 @@
-"""The machine of one model's schedules: its device, streams, slots, buckets and updaters. And the
-base class of ops: an op issues its work on its stream after its waits."""
+"""The machine that a model's schedules share (device, streams, slots, buckets, updaters), and the
+base class of ops, which issue their work on a stream after its waits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Deferred(NamedTuple):
 
 @dataclass(slots=True)
 class Machine:
-    """The machine of the schedules of one model."""
+    """The state that all schedules of one model share."""
 
     device: torch.device
     streams: Streams
@@ -62,13 +62,14 @@ class Machine:
     accumulating: bool = False  # inside `megacompile.accumulate()`
     run: GradientRun | None = None  # where the current backward's gradients go
     pending: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # pending backwards
-    links: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # parameters in eager code's graphs
-    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # held until its copy is done
-    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read
+    links: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # in autograd graphs of eager code
+    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # (value, the copy that reads it)
+    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     trained: list[weakref.ref[Any]] = field(default_factory=list)
-    """The executors whose backwards ran since the last step, newest first."""
-    stepped: bool = False  # True if that step is over
-    steps: int = 0  # started steps of optimizers over its parameters
+    """The executors whose backwards ran since the last step, newest first; after a step, those that
+    it used, until the next backward."""
+    stepped: bool = False  # True from a step to the next backward
+    steps: int = 0  # number of optimizer steps started on its parameters
     assigned: int = 0  # number of in-place updates of inputs by schedules so far
     deferred: list[Deferred] = field(default_factory=list)  # until a drain, or their copies' end
     staging: Staging | None = field(init=False)  # staging memory of data on a disk
@@ -100,7 +101,7 @@ class Machine:
 
     @property
     def more_backwards(self) -> bool:
-        """True if another backward comes before the step: only the training loop knows it.
+        """True if the training loop has announced another backward before the step.
         `Accelerator.accumulate()` sets Accelerate's `GradientState`, one per process, and so do the
         loops of Trainer and its subclasses. If it is wrongly True, `optimizer.step()` updates from
         gradients on the host, which costs time and memory; with replicas, whose sum was deferred to
@@ -148,7 +149,7 @@ class Machine:
             self.staging.reserve(self.buckets[key] for key in keys)
 
     def give_up(self, error: BaseException) -> None:
-        """A run has failed."""
+        """End the updates and the leases of a run that has failed."""
         if self.in_backward is not None:
             self.in_backward.failed(error)
         if self.staging is not None:
@@ -175,7 +176,7 @@ class Machine:
         self, value: Any, copied: torch.cuda.Event, forget: Callable[[], None] = lambda: None
     ) -> None:
         """Keep memory of the current stream until a copy from it is done; then `forget` is called.
-        Without a forward that drains it, that is noticed when other memory is deferred."""
+        If no forward drains it, a later `defer_free` frees it."""
         for entry in self.take_deferred():
             if entry.copied.query():
                 entry.forget()
@@ -212,7 +213,7 @@ class OpGroup:
         self.recording: Recording | None = None  # of the current run
         self.in_step = False  # True for the graph of `optimizer.step()`
         self.parts: Mapping[int, BucketUpdate] = {}  # of the current step, by bucket key
-        self.resident_parts = 0  # of these, the work on resident buckets
+        self.resident_parts = 0  # number of `parts` on resident buckets
         # tensors, their new values, and whether to bump the version counter
         self.to_write: list[tuple[Handle, Handle, bool]] = []
         self.residents: list[tuple[BucketUpdate, Any]] = []  # updates so far, and their `after`
@@ -279,10 +280,10 @@ class OpGroup:
         deferred = machine.take_deferred()
         machine.device_update.wait_for_copies()
         copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
-        taken = tuple(handle for _, handle in machine.alive)  # prefetches from it
+        taken = tuple(handle for _, handle in machine.alive)  # prefetches of new weights
 
         def drop() -> None:
-            for entry in deferred:  # the owner uses it next, maybe on another current stream
+            for entry in deferred:  # `owner` reuses the memory; it may not be the current stream
                 entry.owner.wait_event(entry.copied)
                 entry.forget()
             deferred.clear()

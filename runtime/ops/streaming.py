@@ -25,7 +25,7 @@ from megacompile.runtime.updates.update import flat
 
 
 class StreamingOps(OpGroup):
-    """The ops on a bucket's weights and gradients, and on data on a disk."""
+    """The ops on weights and gradients of buckets, on saved tensors, and on data on a disk."""
 
     def begin(self) -> Handle:
         return self._issue(Stream.COMPUTE, (), nothing)
@@ -62,14 +62,14 @@ class StreamingOps(OpGroup):
     def _copied(
         self, host: HostBucket, after: tuple[Any, ...], copy: Callable[[Group], Any]
     ) -> Handle:
-        """Copy a bucket to the device; from the new values that its update left there, if it left
-        all of them."""
+        """Copy a bucket into a slot; from its new values on the device, if its update left all of
+        them there."""
         fresh: Group = {}
         work, waits = host.pending.in_flight, handles(after)
         if work is not None and len(work.fresh) == len(host.values):
             fresh = dict(work.fresh)
             # The update ran on the compute stream, and every prefetch waits for `begin` or a later
-            # op of that stream. The token is only for the copy to the host.
+            # op of that stream, so it needs no token, which stands for the copy to the host.
             waits = [handle for handle in waits if handle.value is not work]
         copied = self._issue(Stream.H2D, waits, functools.partial(copy, fresh))
         if fresh:
@@ -260,7 +260,7 @@ class StreamingOps(OpGroup):
         staged = staging.states.of(host)
         if staged is None:
             return Handle(None, Stream.WRITE)
-        if staged.write is None:  # else it is the host's update, and in flight with it
+        if staged.write is None:  # otherwise `update_host` has made the write
             what = f"{bucket.label}WRITE_STATE of {host.layout.name!r}"
             before = _after(handle.event for handle in handles(after))
             written = staging.write(staged, None, what, host.pending.in_flight, before)
@@ -291,10 +291,10 @@ class StreamingOps(OpGroup):
         lease = staging.updates.of(host)
         if lease is None:
             return Handle(None, Stream.WRITE)
-        if lease.write is None:  # else it is the host's update, and in flight with it
+        if lease.write is None:  # otherwise `update_host` has made the write
             first = host.pending.in_flight
             end = None if first is None else first.last_write(Part.WEIGHTS)
-            there = None if end is None else end.event  # before states
+            there = None if end is None else end.event  # weights are copied before states
             ends = [handle.event for handle in handles(after)] if there is None else [there]
             params = list(self._in_backward.running[bucket.key])
             what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
@@ -349,7 +349,7 @@ class StreamingOps(OpGroup):
 
 
 def _after(events: Iterable[torch.cuda.Event | None]) -> Callable[[], None]:
-    """A function for a thread, which waits for these events."""
+    """A function that waits for these events on the host, for the thread that writes."""
     waits = [event for event in events if event is not None]
 
     def wait() -> None:

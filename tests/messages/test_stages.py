@@ -247,9 +247,9 @@ ON_A_MODEL = (schedules, updates, explain, trace, full_parameters, unmegacompile
 AROUND_A_BLOCK = (released, restoring, eager)
 ANOMALIES = {  # (gain, factor of the loss) -> what is said
     (0.0, 1.0): r"backward of stage 'layers.1' \(2B\): NaN or inf in the gradient of parameter "
-    r"'layers.1.gain'; what came in is finite: it arises in this stage",
-    (math.nan, 1.0): r"\(\d+B\): NaN or inf.*look at the forward",
-    (1.0, math.nan): r"comes in from the stage after it has that already",
+    r"'layers.1.gain'; the incoming values are finite, so it arises in this stage",
+    (math.nan, 1.0): r"\(\d+B\): NaN or inf.*check the forward",
+    (1.0, math.nan): r"from the stage after it, has it already",
 }
 
 
