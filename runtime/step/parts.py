@@ -243,7 +243,7 @@ class StepParts:
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
     ) -> dict[int, ParamUpdate]:
         """The rule-based steps of some parameters, by index, for an update in the backward."""
-        self.backends[bucket.layout.name] = UpdatePlace.BACKWARD.said
+        self.backends[bucket.layout.name] = UpdatePlace.BACKWARD.label
         rule = rule_of(optimizer)
         assert rule is not None, "an update in the backward is by rule"
         by_param = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -276,9 +276,9 @@ class Updates:
 
     def _finish(self, optimizer: Optimizer, parts: Sequence[BucketUpdate]) -> None:
         for part in parts:
-            name, said = part.bucket.layout.name, part.said
-            self.parts.backends[name] = said
-            log.logger("update").info("%s: %s", name, said)
+            name, label = part.bucket.layout.name, part.label
+            self.parts.backends[name] = label
+            log.logger("update").info("%s: %s", name, label)
             if part.place is not UpdatePlace.RESIDENT and part.backend.by_rule:
                 self.machine.device_update.learn(optimizer, part.bucket, part.steps, part.states)
             if part.aliased or part.first:

@@ -4,7 +4,7 @@ A second process, which sees no GPU, compiles it into Inductor's caches on disk.
 the eager twin runs (`optim.twin.apply`), with bitwise equal results. The thread that calls
 `optimizer.step()` polls `ready` once per kind of update, then loads the code from the caches in
 less than half a second. Without caches, or if no process can be started, that thread compiles. A
-background thread would not do: Dynamo changes process-wide state while it compiles.
+background thread cannot compile, because Dynamo changes process-wide state meanwhile.
 
 The same code serves all sizes. It leaves one core to the issuing thread, which spins in many CUDA
 calls (`loss.item()`): a team of threads is as fast as its slowest thread, and a thread that shares
@@ -40,7 +40,7 @@ from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.optim.twin import arguments, function_of
 
-_TYPICAL = 2**22  # elements: by the first size Inductor decides whether to use several threads
+_TYPICAL = 2**22  # elements; Inductor decides by the first size if it uses several threads
 _REFUSED = 3  # exit status: the process started, but compilation failed
 _NOTE = 4  # version of the note's format
 
@@ -49,14 +49,14 @@ Kind = tuple[str, ...]
 
 
 class Compiled:
-    """The C++ code of one kind of a rule's updates; it is being compiled from the start."""
+    """The C++ code of one kind of a rule's updates. A new object starts its compilation."""
 
     def __init__(self, rule: OptimizerRule, update: Update) -> None:
         self.rule = rule
         self.code: Code | None = None
         self.done = False  # True once there is code, or it is refused
         self._request: CompileRequest | None = None  # None: no process can be asked
-        self._process: Process | None = None  # while it compiles
+        self._process: Process | None = None  # that compiles it
         at_fork(self)
         folder = compat.code_cache()
         if folder is None or not sys.executable:
@@ -89,7 +89,7 @@ class Compiled:
         self.code(*arguments(update))
 
     def wait(self) -> None:
-        """Wait until the second process has compiled it."""
+        """Wait until the second process has ended."""
         if self._process is not None:
             self._process.wait()
 
@@ -139,7 +139,7 @@ _COMPILED: dict[tuple[OptimizerRule, Kind], Compiled] = {}
 
 
 def wait_until_compiled() -> None:
-    """Wait for all updates that the second process compiles; the next step uses them."""
+    """Wait for all compilations in second processes; the next step uses their code."""
     for each in list(_COMPILED.values()):
         each.wait()
 

@@ -39,7 +39,7 @@ from megacompile.runtime.updates.update import ParamUpdate, flat, update_of
 
 
 class InBackward:
-    """Implements the `*_state` and `update` ops."""
+    """The updates of backwards, for the `*_state` and `update` ops."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class InBackward:
         self._error = ""  # its error, if known
         self._buckets: Mapping[int, HostBucket] = {}  # its buckets
         self._made: dict[ParamId, Left] = {}  # updated parameters, as the update left them
-        self._shown: list[HostBucket] = []  # in flight, with unguarded aliases
+        self._shown: list[HostBucket] = []  # buckets in flight that have unguarded aliases
         compat.notice_scaled_losses()
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
@@ -157,8 +157,8 @@ class InBackward:
         buckets: Mapping[int, HostBucket],
     ) -> None:
         """Refuse the step of another optimizer over parameters that the backward has updated.
-        Unknown classes are allowed: they may wrap this optimizer and call its step. If they read a
-        consumed gradient, that raises an error. Raises OptimizerError: names such a parameter."""
+        Unknown classes are allowed: they may wrap this optimizer and call its step; a consumed
+        gradient raises when they read it. Raises OptimizerError: names such a parameter."""
         stock = known(type(optimizer)) is not None
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -176,7 +176,7 @@ class InBackward:
                 )
 
     def commit(self) -> list[ParamId]:
-        """Commit at `optimizer.step()`; returns the updated parameters."""
+        """Commit the updates, in `optimizer.step()`; returns the updated parameters."""
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
             pairs = zip(self._options, now, strict=False)

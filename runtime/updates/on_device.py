@@ -91,7 +91,8 @@ def make_buffers(
 
 
 def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters: bool) -> None:
-    """Copy states, and with `masters` the parameters, to the device; nothing that is unknown."""
+    """Copy states, and with `masters` the parameters, to the device; without
+    unknown states."""
     known = {i: buffers[i] for i in sources.keys() & buffers.keys()}
     for i, buffer in known.items() if masters else ():
         buffer.value.copy_(flat(host.values[i]), non_blocking=True)
@@ -253,8 +254,8 @@ class _Learned:
 
 
 class DeviceUpdates:
-    """Implements the ops of schedules with device updates. The first step of an optimizer runs on
-    the host, because its states are unknown before it."""
+    """The updates of `optimizer.step()` on the device, for the ops. The first step of an optimizer
+    runs on the host, because its states are unknown before it."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams

@@ -66,8 +66,8 @@ def check(
 def _is_usual(
     rule: OptimizerRule, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
 ) -> bool:
-    """Quick check of a parameter's state, for every parameter in every step; True if it is
-    valid."""
+    """Quick check of a parameter's state, for every parameter in every step. True if it is valid;
+    False if `_check_state` must decide."""
     shape = param.shape
     for name in names:
         value = state.get(name)
@@ -158,12 +158,12 @@ def _check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) 
 
 
 def rehearse(
-    where: str, optimizer: Optimizer, updates: Iterable[BucketUpdate], well: set[object]
+    where: str, optimizer: Optimizer, updates: Iterable[BucketUpdate], passed: set[object]
 ) -> None:
     """Run torch.optim's own step on small stand-in tensors before prepared updates that use it.
-    `well` has the keys of those that succeeded, which are not repeated: the class, the options, and
-    metadata of a parameter, its gradient and its states. Raises OptimizerError: includes the step's
-    error."""
+    `passed` has the keys of rehearsals that succeeded, which are not repeated: the optimizer's
+    class, the options, and metadata of a parameter, its gradient and its states. Raises
+    OptimizerError: includes the step's error."""
     options: dict[int, object] = {}  # by id of the group
     for update in updates:
         for step in () if update.backend.by_rule else update.steps:
@@ -177,11 +177,11 @@ def rehearse(
             ]
             looks = (value.dtype, grad.dtype, value.dim(), *states)
             known = (type(optimizer), options[id(step.group)], looks)
-            if known not in well:
+            if known not in passed:
                 _rehearse(where, optimizer, update, step)
-                if len(well) > _REMEMBERED:
-                    well.clear()
-                well.add(known)
+                if len(passed) > _REMEMBERED:
+                    passed.clear()
+                passed.add(known)
 
 
 def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: ParamUpdate) -> None:

@@ -39,7 +39,7 @@ Parts = Sequence[tuple[int, int]]  # bytes of a bucket: from, to
 
 class BucketLease(Lease):
     """A lease with memory for several disk ranges of a bucket, one after another; `after` are the
-    last writes of these ranges, and `read` fills it: with nothing, if the device does."""
+    last writes of these ranges. `read` fills it; an empty read leaves that to the device."""
 
     read: Request
     write: Request | None = None  # the buffer is free after it
@@ -99,7 +99,7 @@ class BucketLease(Lease):
 class BucketBuffers(Lender):
     """A fixed number of buffers for leases of one kind, lent in order. Each fits the largest bucket
     from the start: growing a buffer would need the memory of both, because the old one may still be
-    in use. `what` names the buffers' content in errors; for the others see `Lender`."""
+    in use. `what` names the buffers' content in errors; `Lender` has the other arguments."""
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
         super().__init__(name, device, budget)

@@ -3,8 +3,9 @@
 A backend is the code of an update:
 
     STOCK            torch.optim's own step on the bucket's tensors; bitwise the plain loop
-    STOCK_ON_DEVICE  the same on device copies, one parameter at a time, such as Muon's products
-    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: also one pass
+    STOCK_ON_DEVICE  the same on copies on the device, one parameter at a time, for matrix products
+                     such as Muon's
+    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: in one pass
     TORCH            the rule's twin in eager mode: until COMPILED is ready (see `compiled`), and
                      without a C++ compiler if dtypes differ, which torch.optim does not support
     KERNEL           the rule's kernel, bitwise equal to its twin (`optim.kernels`)
@@ -124,7 +125,7 @@ def update_of(
     gradient: torch.Tensor,
     lay: Callable[[torch.Tensor], torch.Tensor],
 ) -> Update:
-    """The update of a parameter in its place, by rule, with `lay` applied to its tensors."""
+    """The update of a parameter in its bucket, by its rule; `lay` makes its tensors flat."""
     value = host.values[step.index]
     return Update(
         param=lay(value),
@@ -158,8 +159,8 @@ class UpdateBackend(enum.Enum):
     TORCH = "torch", True
     KERNEL = "kernel", True
 
-    def __init__(self, said: str, by_rule: bool) -> None:
-        self.said = said  # in `megacompile.updates()`
+    def __init__(self, label: str, by_rule: bool) -> None:
+        self.label = label  # in `megacompile.updates()`
         self.by_rule = by_rule  # False: by the optimizer's own code
 
 
@@ -171,12 +172,12 @@ class UpdatePlace(enum.Enum):
     RESIDENT = "on the device, resident", ops.update_resident
     BACKWARD = "in the backward", None
 
-    def __init__(self, said: str, op: Callable[..., Any] | None) -> None:
-        self.said = said
+    def __init__(self, label: str, op: Callable[..., Any] | None) -> None:
+        self.label = label
         self.op = op  # of an update graph
 
 
-_NOTHING = frozenset((type(None),))  # as the class of each of a parameter's states
+_NOTHING = frozenset((type(None),))  # the classes of the states of a parameter without any
 
 
 @dataclass(eq=False, slots=True)
@@ -202,19 +203,19 @@ class BucketUpdate:
     first: list[ParamUpdate] = field(default_factory=list)
     """The steps whose states torch.optim's own first step will create."""
     left: Any = None  # the `UpdateOffer` that the backward left on the device
-    _values: dict[int, torch.Tensor] = field(default_factory=dict)  # for parameters from a disk
+    _values: dict[int, torch.Tensor] = field(default_factory=dict)  # of parameters on a disk
 
     @property
     def rule(self) -> OptimizerRule:
-        """The rule of the optimizer; not of an update by its own code."""
+        """The optimizer's rule; an update by the optimizer's own code has none."""
         rule = self.steps[0].rule
         assert rule is not None
         return rule
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """The user-visible name of the backend, or of the place if it is the device."""
-        return self.backend.said if self.place is UpdatePlace.HOST else self.place.said
+        return self.backend.label if self.place is UpdatePlace.HOST else self.place.label
 
     def drop(self) -> None:
         """Drop the tensors that the backward left on the device; the host updates instead."""
@@ -307,7 +308,7 @@ class BucketUpdate:
         """The updates. Adjacent ones with equal hyperparameters are merged, because a call costs
         more than the update of a small parameter."""
         bucket, last = self.bucket, -2
-        runs: list[tuple[Update, int]] = []  # the first of the merged ones, and their elements
+        runs: list[tuple[Update, int]] = []  # the first of merged updates, and their elements
         for step in self.steps:
             update, i = update_of(bucket, step, step.grad, flat), step.index
             numel = update.param.numel()
@@ -342,8 +343,9 @@ def _has_code(update: Update) -> bool:
 
 
 def _reach(first: Update, numel: int, second: Update) -> int:
-    """The number of elements of an update and its neighbours, together `numel`, and the next one,
-    with the padding between them, whose values nothing else reads; 0 if they cannot be merged."""
+    """The number of elements from the start of `first` to the end of `second`, if one call can
+    update both; 0 if not. `first` already has `numel` elements, with those of updates merged
+    before. The padding in between is updated too, and nothing reads it."""
     elements = (second.param.data_ptr() - first.param.data_ptr()) // first.param.itemsize
     if (
         tuple(first.hyper) != tuple(second.hyper)

@@ -7,7 +7,7 @@ would finish no later than the device, if the device first updated all buckets q
 Workers of equal speed alternate; a host that is ten times slower takes the tenth bucket, or none of
 a shorter queue. Each worker's speed is predicted from its latest updates.
 
-Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
+The idea is from Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
 Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.
 """
 
@@ -73,7 +73,7 @@ class Chunks:
             torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
             for _ in range(CHUNKS)
         ]
-        # work that used this memory before; chunks wait for it (write after read)
+        # earlier work on this memory; chunks wait for it (write after read)
         self.ours = torch.cuda.current_stream(self.device).record_event()
 
     @torch.no_grad()
@@ -212,17 +212,18 @@ class Workers:
     """A thread for the host's updates, and one that issues the device's. Users of a bucket wait for
     its update, which continues after `optimizer.step()` returns.
 
-    Needs no lock (see `background`): removing a job from the deque claims it.
+    It needs no lock ([Note: interrupts] in `device.background`): removing a job from the deque
+    claims it.
     """
 
     def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
-        self.device = device  # that helps
+        self.device = device  # the one that helps
         self.patience_s = 0.1  # for a device that is about to help
         self.make_streams: Callable[[torch.device], ChunkStreams] = ChunkStreams
         self.make_chunks: Callable[[ChunkStreams, Sequence[Update]], Chunks] = Chunks
         self._waiting: deque[Job] = deque()
         self._helped: deque[Collection[Future[None]]] = deque()  # jobs for the device
-        self._device_ends_s = 0.0  # its current job, if known
+        self._device_ends_s = 0.0  # when the device's current job ends, if known
         self._host_pace, self._device_pace = Pace(), Pace()
         self._host = Background("megacompile-update", cores)
         self._issues = Background("megacompile-chunks")
@@ -264,7 +265,7 @@ class Workers:
     def help(self, futures: Collection[Future[None]]) -> None:
         """Update queued buckets on the device if possible, in order. Called by the compute thread,
         whose stream owns the memory."""
-        # read the runs now: a worker takes them from its job
+        # read the runs now, because a worker takes them out of its job
         updates = [
             update
             for job in tuple(self._waiting)
@@ -284,7 +285,7 @@ class Workers:
         self._issues.submit(functools.partial(self._by_device, chunks, futures))
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Drop jobs in a child of a fork that other threads queued meanwhile."""
+        """Drop, in a child of a fork, jobs that other threads have queued meanwhile."""
         if in_child:
             self._waiting.clear()
             self._helped.clear()
@@ -303,7 +304,7 @@ class Workers:
             self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
             by_chunks = functools.partial(job.update.by_chunks, chunks.update)
             job.run(DEVICE, by_chunks, self._device_pace)
-            self._host.submit(self._by_host)  # it may have left too many jobs to the device
+            self._host.submit(self._by_host)  # the host may have left too many jobs to the device
         self._helped.remove(futures)
         self._host.submit(self._by_host)  # some jobs may not be for the device
 
