@@ -336,7 +336,7 @@ class Call:
             self.program.plans.note(accumulates=True)
             return False
         run = self.machine.current_run()
-        asked = run.asked()
+        asked = run.not_accumulated()
         if asked.issuperset(self.places):
             return False  # torch.autograd.grad()
         for places, why in (

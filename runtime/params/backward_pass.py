@@ -49,7 +49,7 @@ class GradRoute(enum.Enum):
     # the same, if the gradient so far is from an earlier graph in the same backward: autograd has
     # its memory already and receives nothing more
     ACCUMULATE_SAME_PASS = enum.auto()
-    SEPARATE = enum.auto()  # into separate memory, and autograd adds: an observer sees a difference
+    SEPARATE = enum.auto()  # into separate memory, for autograd to add or return
     DISCARD = enum.auto()  # autograd does not need it
 
     @property
@@ -94,7 +94,7 @@ class GradientRecord:
     """The gradient of one parameter in one call of `backward()`; owned by its `BackwardPass`.
 
     The class attributes hold the values of the common case: a first gradient, from one captured
-    graph. An object sets only those that differ, so that creating one calls nothing.
+    graph. An object sets only those that differ, so that creating one runs no Python code.
     """
 
     # route in the captured graph whose backward runs or ran last
@@ -103,14 +103,14 @@ class GradientRecord:
     joined = False  # True if autograd adds to a `p.grad` outside of the bucket
     separate: torch.Tensor | None = None  # separate memory
     kept = False  # adopted by a resident bucket
-    done = False  # done by an attempt that ran out of memory
+    done = False  # delivered before an attempt ran out of memory
     # used at the end of `backward()`
     memory: torch.Tensor | None = None  # received by autograd
     in_bucket = False  # True if that is the bucket's memory
     first = False  # True if `p.grad` was None before
     watched = False  # True if it is read before the end
     before: torch.Tensor | None = None  # the `p.grad` that the total replaces
-    summed: bool | None = None  # False: by a later backward; None: not in the bucket
+    summed: bool | None = None  # over replicas; False: not yet; None: not in the bucket
     updated = False  # consumed by an update in the backward
     norms: Norms | None = None  # of the consumed gradient
 
@@ -240,7 +240,7 @@ class BackwardPass:
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
         norms = filter(None, (records[place].norms for place in updated))
-        # norms reference this object, not the gradients, whose memory the next ones reuse
+        # guards hold norms, not gradients, whose memory the next gradients reuse
         rows: Rows = Norms.rows
         if self.ranks is not None:
             rows = over_ranks(self.ranks, [*self.norms.values(), *norms])
@@ -264,8 +264,8 @@ class BackwardPass:
         records.clear()
 
     def _sum(self, ranks: Ranks) -> None:
-        """Record which gradients are summed over replicas. After a last backward all are: gradients
-        of earlier backwards that it did not add to (of another graph) are summed here."""
+        """Record which gradients are summed over replicas. The last backward also sums those of
+        earlier backwards that it did not add to, such as another graph's."""
         for (key, i), record in self.records.items():
             gradient = self.buckets[key].params[i].grad
             if record.summed and gradient is not None and is_unsummed(gradient):
@@ -297,7 +297,7 @@ class BackwardPass:
             and all(map(operator.eq, map(address, theirs), map(address, ours)))
         ):
             return set(taken)
-        return {(key, i) for key, i in taken if lies_in_bucket(buckets[key], i)}
+        return {(key, i) for key, i in taken if is_in_bucket(buckets[key], i)}
 
     def _settle_down(self, place: ParamId) -> None:
         """Restore the tensor of `p.grad`, or adopt a sum that autograd allocated."""
@@ -308,7 +308,7 @@ class BackwardPass:
         if gradient is None or memory is None:  # a hook took it, or the parameter was frozen since
             return
         mine = compat.local(gradient)
-        if lies_in_bucket(bucket, i):
+        if is_in_bucket(bucket, i):
             if before is not None:
                 param.grad = before
         elif (
@@ -371,7 +371,7 @@ def _of_one(rows: Rows, norms: Norms, k: int) -> tuple[float, ...]:
     return tuple([row[k] for row in rows(norms)])
 
 
-def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
+def is_in_bucket(bucket: HostBucket, index: int) -> bool:
     gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
     return gradient is not None and memory is not None and same_memory(gradient, memory)
 

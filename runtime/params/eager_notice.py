@@ -26,14 +26,15 @@ class EagerNotice:
     def __init__(self, links: WeakIdSet[Any] | None = None) -> None:
         # the links of used parameters with a pending backward
         self._links: WeakIdSet[Any] = WeakIdSet() if links is None else links
-        self.used = False  # by eager code, or an unknown caller
+        self.used = False  # True if eager code, or an unknown caller, used one
         self.read: set[int] = set()  # ids of all parameters that eager code has ever read
-        self.ever: set[int] = set()  # ids of those with a possible backward; of None: unknown ones
+        self.ever: set[int] = set()  # ids of those with a possible backward; id(None): unknown
         self._place = self._cause = ""  # the first line that used one; why that was not captured
         self._params: set[int] = set()  # ids of the parameters to report
         self._said: set[str] = set()  # reported causes
-        self._uncaptured = compat.uncaptured()  # their number when the last call ended
-        self._asked = self._recorded = False  # in a call without capture; with gradients?
+        self._uncaptured = compat.uncaptured()  # graph breaks until the last call ended
+        self._asked = False  # True in a call that is not captured on purpose
+        self._recorded = False  # True if that call computes gradients
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
@@ -48,8 +49,8 @@ class EagerNotice:
 
     @contextmanager
     def asked_for(self) -> Iterator[None]:
-        """A block for a call without capture: no warning. Without gradients nothing is recorded
-        either, because no link is used."""
+        """Suppress warnings in a call that is not captured on purpose. Without gradients, uses are
+        not recorded either, because no backward follows."""
         before = self._asked, self._recorded
         self._asked, self._recorded = True, torch.is_grad_enabled()
         try:
@@ -62,8 +63,8 @@ class EagerNotice:
         self._place, self._cause, self._params = "", "", set()
 
     def __call__(self, param: torch.Tensor | None, link: Any) -> None:
-        """Record a use of a parameter by eager code, and the link of a possible backward; None: a
-        parameter of no model, no backward."""
+        """Record a use of a parameter by eager code (None: one outside of a model), and the link of
+        its backward (None: there is none)."""
         if link is not None and link.links is None:
             link.links = self._links
             self._links.add(link)
@@ -92,8 +93,8 @@ class EagerNotice:
             self._cause = _cause(frame)
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
-        """Warn after a call of what it read in eager mode, once per cause. Default: the reason that
-        Dynamo recorded."""
+        """Warn after a call of what it read in eager mode, once per cause. `because` replaces the
+        cause that Dynamo recorded."""
         place, cause, used = self._place, because or self._cause, self._params
         self.forget()
         self._uncaptured = compat.uncaptured()

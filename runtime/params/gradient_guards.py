@@ -181,7 +181,7 @@ def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     states = set(map(state_of, tensors))
     if GuardState.TAKEN in states:
         if float(factor) != 1.0:
-            return NotImplemented  # an error: too late
+            return NotImplemented  # `open` raises: the update has consumed it
     elif states <= {None, GuardState.FOLDED}:
         if type(factor) is not torch.Tensor:
             return NotImplemented
@@ -217,7 +217,8 @@ def _fold(tensors: Sequence[Any], factor: torch.Tensor) -> None:
 
 
 def _zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`zero_grad(set_to_none=False)`: zeros are equal in all replicas; a consumed one has none."""
+    """Serve `zero_grad(set_to_none=False)`. Zeros are equal in all replicas, so they need no sum; a
+    consumed gradient has no memory to zero."""
     several = function is compat.FOREACH_ZERO
     tensors = args[0] if several else args[:1]
     for tensor in filter(is_unsummed, tensors):

@@ -22,7 +22,7 @@ from megacompile.runtime.params.backward_pass import (
     Others,
     ParamUse,
     Wish,
-    lies_in_bucket,
+    is_in_bucket,
 )
 from megacompile.runtime.params.parameter_gradients import Gradients, Users, is_there
 
@@ -71,7 +71,7 @@ class GradientRun:
             if (use := ParamUse(wish, by)) != USUAL:
                 self.unusual[place] = use
 
-    def asked(self) -> set[ParamId]:
+    def not_accumulated(self) -> set[ParamId]:
         """The parameters whose gradients cannot stay on the device."""
         return {at for at, use in self.unusual.items() if use.wish is not Wish.ACCUMULATE}
 
@@ -124,7 +124,7 @@ class GradientRun:
             record.route = GradRoute.SEPARATE  # busy: in another thread's backward()
         elif not is_there(gradient):
             record.route = GradRoute.WRITE
-        elif gradient.layout is not torch.strided or not lies_in_bucket(
+        elif gradient.layout is not torch.strided or not is_in_bucket(
             self._of.buckets[place[0]], place[1]
         ):
             record.joined = True

@@ -82,7 +82,7 @@ class MemoryGuard(Guard):
 
     @staticmethod
     def serve(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Overwrite a torn tensor. The guard stays: a save checks the other tensors."""
+        """Overwrite a torn tensor. Its guard stays, so that a save checks the other tensors."""
         who = guard_of(args[0]) if function in compat.OVERWRITING else None
         if not isinstance(who, MemoryGuard) or who.state is not GuardState.IN_FLIGHT:
             return NotImplemented
@@ -146,8 +146,8 @@ _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _CLASSES.items(
 
 
 def guard_dtensors() -> None:
-    """Supports guarded DTensors. Their Python methods (`full_tensor()`, `to_local()`) read the
-    local tensor, whose guard is called."""
+    """Add a guarded class for DTensors. Their Python methods (`full_tensor()`, `to_local()`) read
+    the local tensor, whose guard is called."""
     dtensor: Any = compat.use_dtensor()
     if dtensor in _CLASSES:
         return
@@ -223,10 +223,10 @@ def state_of(tensor: torch.Tensor | None) -> GuardState | None:
 
 
 def any_shared(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if the memory of one of these states or gradients has an alias: besides the bucket's
-    tensor and the user's (`optimizer.state`, `p.grad`)."""
+    """True if the memory of one of these states or gradients has a user besides the bucket's tensor
+    and the user's own (in `optimizer.state`, or `p.grad`)."""
     storages = map(torch.Tensor.untyped_storage, compat.locals_of(tensors))
-    return max(compat.storage_uses(storages), default=0) > 3  # a storage itself is a user
+    return max(compat.storage_uses(storages), default=0) > 3  # the storage object is one more
 
 
 def _guarded_among(values: Any) -> Iterator[Any]:

@@ -50,9 +50,10 @@ class HostBucket:
         grad_dtype: torch.dtype | None = None,  # default: each parameter's
         pin_masters: bool = False,  # page-lock parameters that are not streamed themselves
         resident: torch.device | None = None,  # the device that holds the whole bucket
-        disk: Disk | None = None,  # with the states of a streamed bucket; None: host memory
-        weights_on_disk: bool = False,  # so are the parameters, which are streamed without a copy
-        empty: bool = False,  # untouched: the code that fills it points parameters to it: `filled`
+        disk: Disk | None = None,  # holds the states of a streamed bucket; None: host memory
+        weights_on_disk: bool = False,  # `disk` holds the parameters too, without masters
+        # leave the memory untouched: the caller fills it, points parameters to it, calls `filled`
+        empty: bool = False,
         # the device and the thread that copies the values in the background if possible (`Fill`)
         filling: tuple[torch.device, Background] | None = None,
         budget: HostBudget | None = None,  # allocates its host buffers. Default: no limit
@@ -194,7 +195,7 @@ class HostBucket:
         return compat.storage_users(self.values[index]) > own
 
     def is_replaced(self) -> bool:
-        """True if the user replaced any: the quick check in every call."""
+        """True if the user replaced a parameter's storage; fast, because every call checks it."""
         parts = compat.locals_of(self.params)
         return (
             list(map(torch.Tensor.data_ptr, parts)) != self.homes
@@ -286,8 +287,8 @@ class HostBucket:
     def like(
         self, dtypes: Mapping[int, torch.dtype], new: Callable[[int], HostBuffer | DeviceBuffer]
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor, HostBuffer | DeviceBuffer]:
-        """Tensors shaped like some of the parameters, by index, in a buffer from `new`; this
-        buffer, flat, uint8; and itself."""
+        """Allocate a buffer with `new` for tensors shaped like some of the parameters. Returns
+        them by index, the buffer's memory (flat, uint8), and the buffer."""
         places, end = _places(self.layout, dtypes)
         buffer = new(end)
         tensors = {i: buffer.tensor(place) for i, place in places.items()}
@@ -319,7 +320,7 @@ class _Owned:
         self.by_name: dict[str, dict[int, State]] = {}
         self.buffers: list[ref[HostBuffer]] = []
         self.memory: list[torch.Tensor] = []  # flat, uint8: states not in 8 bits
-        self.blank: set[tuple[str, int]] = set()  # still zero and never read
+        self.blank: set[tuple[str, int]] = set()  # (name, index): zero and untouched
 
 
 class StateMemory:

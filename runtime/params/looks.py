@@ -105,7 +105,7 @@ class ParameterLooks:
 
     @compat.within_callers
     def __copy__(self) -> Any:
-        """Like a parameter's: another parameter over the same memory."""
+        """Copy it like a parameter: another parameter over the same memory."""
         me: Any = self
         data = me.detach()
         return data if me.is_view else nn.Parameter(data, me.requires_grad)
@@ -194,7 +194,7 @@ _TENSOR: Any = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _GRAD_DTYPE: Any = torch.Tensor.grad_dtype
 _IS_LEAF: Any = torch.Tensor.is_leaf
-# in C: the node that forwards a proxy's gradient to its parameter, None if frozen; true if the
-# parameter required grad when the proxy was created
+# getters in C: the node that forwards a proxy's gradient to its parameter, None if frozen; True if
+# the parameter required grad when the proxy was created
 link_of: Any = _TENSOR.grad_fn.__get__
 is_trained: Any = _TENSOR.requires_grad.__get__

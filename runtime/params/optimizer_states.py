@@ -39,7 +39,7 @@ def unsupported_reason(optimizer: Optimizer, found: Iterable[Trained]) -> str:
         full = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         return (
             f"{full} has no update in megacompile ({listed(KNOWN)} of torch.optim and lion_pytorch "
-            "have)"
+            "have one)"
         )
     if why := kind.unsupported_reason(optimizer):
         return why
@@ -156,7 +156,7 @@ def for_update(
             found[name] = mine if buffer is None else buffer
     if names is None and isinstance(state.get("step"), torch.Tensor):
         # float64: torch.optim computes with it as a tensor, not as a number, while any thread
-        # compiles (torch.compiler.is_compiling() is of the process), and must round alike
+        # compiles (torch.compiler.is_compiling() is process-wide), and must round alike
         found["step"] = state["step"].to(torch.float64, copy=True)
     return found
 
@@ -208,7 +208,7 @@ def count_up(states: Iterable[dict[str, Any]], others: Iterable[torch.Tensor] = 
         elif count is not None:
             state["step"] = count + 1
     if counters:
-        one = torch.ones((), dtype=counters[0].dtype)  # a number: a tensor for each
+        one = torch.ones((), dtype=counters[0].dtype)  # torch would make a number a tensor for each
         compat.FOREACH_ADD(counters, one, alpha=1)
 
 

@@ -23,7 +23,7 @@ from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.params.backward_pass import BackwardPass, lies_in_bucket, same_memory
+from megacompile.runtime.params.backward_pass import BackwardPass, is_in_bucket, same_memory
 from megacompile.runtime.params.gradient_guards import (
     is_taken,
     is_unsummed,
@@ -183,8 +183,8 @@ class Gradients:
     def prepare(
         self, wanted: Mapping[int, Sequence[int]], backward: BackwardPass, *, fresh: bool = False
     ) -> None:
-        """Allocate gradients, by bucket key and parameter index, but for those of resident buckets;
-        their `p.grad` are plain tensors from now on. `fresh`: no parameter has one."""
+        """Allocate memory for gradients, by bucket key and parameter index, except in resident
+        buckets, and make each `p.grad` a plain tensor. `fresh`: no parameter has a gradient."""
         for key, params in wanted.items():
             bucket = self.buckets[key]
             bucket.pending.settle()
@@ -196,7 +196,7 @@ class Gradients:
             elif not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
                 self._renew(key, bucket)
         if not fresh:
-            self._part([(key, i) for key, params in wanted.items() for i in params])
+            self._separate([(key, i) for key, params in wanted.items() for i in params])
 
     def bring_in(self, place: ParamId) -> bool:
         """Copy a user's gradient into its place in the bucket; False if there is none."""
@@ -204,7 +204,7 @@ class Gradients:
         if not is_there(gradient):
             return False
         bucket = self.buckets[key]
-        if not lies_in_bucket(bucket, i):
+        if not is_in_bucket(bucket, i):
             memory = bucket.grads[i] if bucket.resident is None else bucket.make_grad(i)
             with torch.no_grad():
                 memory.copy_(compat.local(gradient).to_dense())
@@ -227,7 +227,7 @@ class Gradients:
             bucket.grads.clear()
             return
         for i in [i for i in bucket.grads if not self.is_busy((key, i))]:
-            if not is_there(bucket.params[i].grad) or not lies_in_bucket(bucket, i):
+            if not is_there(bucket.params[i].grad) or not is_in_bucket(bucket, i):
                 del bucket.grads[i]
 
     def on_device(self) -> bool:
@@ -238,7 +238,7 @@ class Gradients:
             for param in bucket.params
         )
 
-    def _part(self, places: Iterable[ParamId]) -> None:
+    def _separate(self, places: Iterable[ParamId]) -> None:
         """Move a `p.grad` that uses another parameter's place to its own memory."""
         there = [(at, grad) for at in places if is_there(grad := self.param(at).grad)]
         if not there:  # as after zero_grad()
@@ -253,7 +253,7 @@ class Gradients:
                     set_storage(gradient, mine.detach().clone())
 
     def take(self, key: int) -> dict[int, tuple[torch.Tensor, bool]]:
-        """Take a bucket's gradients out of `p.grad`, by parameter index; true for unsummed ones."""
+        """Take a bucket's gradients out of `p.grad`, by parameter index, with True if unsummed."""
         taken = {}
         for i, param in enumerate(self.buckets[key].params):
             gradient = param.grad
@@ -299,7 +299,7 @@ class Gradients:
                 self.streams.synchronize(Stream.D2H)
                 bucket.grads[i].copy_(before)
                 set_storage(gradient, bucket.grads[i])  # p.grad stays the same tensor object
-            elif self.is_busy((key, i)):  # autograd has it
+            elif self.is_busy((key, i)):  # autograd holds its memory
                 bucket.grads[i] = before
 
 
@@ -326,7 +326,7 @@ class Users(NamedTuple):
 
     others: frozenset[int]  # with users other than captured graphs
     several: frozenset[int]  # used by several captured graphs, or by one that ran twice
-    nodes: frozenset[object]  # the backward's number
+    nodes: frozenset[object]  # all nodes that the backward reaches
 
 
 def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> Users:

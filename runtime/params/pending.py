@@ -147,13 +147,13 @@ class Pending(Completion):
         self._indices = {id(param): i for i, param in enumerate(self.params)}
         self._watch = MemoryGuard(GuardState.WATCHED, self)
         self._watches = of.has_copy  # copies exist
-        self._marked = False  # in device slots too
+        self._marked = False  # True if copies may be in device slots
         self._changes = 0  # number of possible changes
         at_fork(self)
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Record work on some parameters and states; users of these wait for it. It continues, and
-        includes, the work in flight, if there is any."""
+        """Record work on some parameters and states; users of these wait for it. It includes the
+        work in flight, if there is any."""
         if self.in_flight is None:
             self._changes += 1
             self._guarded, self._updated = [], []
@@ -318,7 +318,7 @@ class Pending(Completion):
     # Copies of the parameters.
 
     def mark(self) -> Callable[[], bool] | None:
-        """A test whether the parameters, now in device slots, are still in their current state;
+        """Returns a function that is true while the parameters, now in device slots, are unchanged;
         None if a change could go unnoticed."""
         of = self._bucket()
         self._marked = self._watches = True
@@ -376,8 +376,8 @@ class Pending(Completion):
 
 
 class Fill(InFlight):
-    """The copy of a bucket's parameters into its memory. The thread does it, or a waiter that finds
-    it not started: so no bucket is forgotten, wherever Ctrl-C arrives."""
+    """The copy of a bucket's parameters into its memory. A thread makes it, or the first waiter if
+    no thread has started it, so no bucket is forgotten, wherever Ctrl-C arrives."""
 
     def __init__(
         self,
@@ -399,7 +399,8 @@ class Fill(InFlight):
         self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
 
     def wait(self) -> None:
-        """Raise the error of a failed copy; the parameters are then in their old memory."""
+        """Wait for the copy, or make it. Raises the error of a failed copy; the parameters are then
+        in their old memory."""
         self.run()
         super().wait()
 
@@ -437,7 +438,7 @@ class Fill(InFlight):
             trim_heap()
 
     def _give_back(self) -> None:
-        """Undo a failed copy: unless all is copied, the parameters get their old memory."""
+        """Undo a failed copy: the parameters get their old memory, unless all are copied."""
         with unguarded():
             for param, source in zip(self.params, self._sources, strict=False):
                 param.data = source

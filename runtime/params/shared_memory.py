@@ -71,8 +71,9 @@ def moved_together(
 def overlaps(
     args: Sequence[Any], changed: frozenset[int], parameters: Iterable[torch.Tensor]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of a captured graph's inputs that overlap, by position, if one of each is in
-    `changed`; also with streamed parameters: tensors in their memory, one per bucket."""
+    """The groups of a captured graph's inputs, by position, that overlap one another or a streamed
+    parameter; only groups with an input in `changed`. `parameters` has one tensor in the memory of
+    each bucket."""
     tensors = [
         (i, arg)
         for i, arg in enumerate(args)
@@ -88,22 +89,20 @@ def overlaps(
     return tuple(found)
 
 
-def _hindrance(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> str:
-    """The reason why these tensors cannot be views of one flat base; "" if they can."""
-    if len({member.dtype for member in members}) > 1:
-        return "they are of several dtypes"
-    if any((start - group[0][0]) % members[0].itemsize for start, _, _ in group):
-        return "they begin within each other's elements"
-    if len({member.untyped_storage().data_ptr() for member in members}) > 1:
-        return "the memory is known under several names (numpy?)"
-    if any(member.requires_grad for member in members):
-        return "they require grad"
-    return ""
+def _share_a_base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> bool:
+    """True if these tensors can be views of one flat base: they have one dtype and one storage,
+    their elements coincide, and none requires grad."""
+    return (
+        len({member.dtype for member in members}) == 1
+        and not any((start - group[0][0]) % members[0].itemsize for start, _, _ in group)
+        and len({member.untyped_storage().data_ptr() for member in members}) == 1
+        and not any(member.requires_grad for member in members)
+    )
 
 
 def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A tensor to move so that the whole group moves, or None."""
-    if not _hindrance(group, members):
+    if _share_a_base(group, members):
         numel = (max(stop for _, stop, _ in group) - group[0][0]) // members[0].itemsize
         with torch.no_grad():
             return members[0].as_strided((numel,), (1,), members[0].storage_offset())
@@ -175,8 +174,8 @@ def with_aliases(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def known_aliases(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a model that is not megacompiled yet with aliases in Python. Other users of
-    their memory are autograd graphs, which need no warning."""
+    """The parameters with aliases in Python, of a model that is not megacompiled yet. Other users
+    of their memory are autograd graphs, which need no warning."""
     shared = with_aliases(model.parameters())
     keys = {compat.storage_key(param) for param in shared}
     skipped = set(map(id, model.parameters()))
@@ -194,8 +193,8 @@ def known_aliases(model: nn.Module) -> list[nn.Parameter]:
 
 def are_parts(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The parameters that are parts of a larger tensor in use, such as a flat buffer. A replacement
-    of a parameter's own size (`p.data = backup`) is none: loops that set it in each step (SAM,
-    LocalSGD) no longer use that tensor."""
+    of a parameter's own size (`p.data = backup`) does not count: loops that set it in each step
+    (SAM, LocalSGD) no longer use the larger tensor."""
     found = [param for param in params if _has_memory(param)]
     sizes = [param.numel() * param.dtype.itemsize for param in found]
     parts = zip(found, sizes, strict=True)

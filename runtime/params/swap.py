@@ -49,13 +49,13 @@ class Proxies:
         self.device = device
         self.source = source
         self.notice = notice
-        self.are_in = False  # compares the parameters' places
+        self.are_in = False  # True while the model holds proxies
         self._made: dict[int, StreamedParameter] = {}  # by leaf id
         wrappers: dict[int, torch.Tensor] = {}
         sites = []
         for holder, name, param, leaf in _places(model):
             if not is_wrapper(param):
-                proxy: torch.Tensor = self._known(leaf)  # of its class, even for a plain tensor
+                proxy: torch.Tensor = self._known(leaf)  # mimics the leaf's class
             elif id(param) in wrappers:
                 proxy = wrappers[id(param)]
             else:
@@ -115,7 +115,7 @@ class Proxies:
         a, b = _found(model, modules), self._found
         if not b or a[1:4] != b[1:4] or len(a[0]) != len(b[0]):
             return False
-        # both lists are alive, so identical objects are the same
+        # by identity: `==` would compare contents
         return all(map(operator.is_, a[0], b[0])) and all(map(operator.is_, a[4], b[4]))
 
     def of(self, param: torch.Tensor) -> StreamedParameter | None:
@@ -143,9 +143,9 @@ class Proxies:
             self._tuples = {id(new): (new, old) for old, new in seen.values() if new is not old}
 
     def _exchange_in_containers(self, other: Callable[[Any], Any]) -> Seen:
-        """The same in lists, tuples and dicts of modules, so that `self.tied[0] is self.weight`
-        holds in a forward too, and operations on a parameter from a list are streamed. A module may
-        put another list in the place of one in a call, like nn.LSTM."""
+        """Exchange them in lists, tuples and dicts of modules too, so that `self.tied[0] is
+        self.weight` holds in a forward, and operations on a parameter from a list are streamed. A
+        module may replace such a list during a call, as nn.LSTM does."""
         seen: Seen = {}
         for container in self._swapped:
             _exchanged(container, other, seen, self._tuples)
@@ -295,7 +295,7 @@ def _exchanged(
     seen: Seen,
     before: Mapping[int, tuple[Any, Any]],  # by id: a tuple, and what replaces it
 ) -> Any:
-    """A container whose members are exchanged: another one if it is a tuple that changes."""
+    """Exchange a container's members in place; returns it, or another tuple for a changed one."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return other(value)

@@ -294,7 +294,7 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "unknown_optimizer": (unknown_optimizer, UserWarning,
      "megacompile: RMSprop runs unchanged on the host, which is slower: "
      "torch.optim.rmsprop.RMSprop has no update in megacompile (AdamW, Adam, SGD, Lion, Muon and "
-     "Adafactor of torch.optim and lion_pytorch have) (shown once)"),
+     "Adafactor of torch.optim and lion_pytorch have one) (shown once)"),
     "sent_to_a_process": (sent_to_a_process, UserWarning,
      "megacompile: parameter 'first.weight' (and maybe others) was moved to shared memory, by "
      "share_memory() or by sending it to another process. megacompile has moved it back: other "
