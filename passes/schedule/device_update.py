@@ -21,8 +21,8 @@ its stage does not read the bucket (an embedding), the part is fetched with the 
 prefetch would be a gather, which ranks where the bucket is resident would not join.
 
 New values stay on the device during the next forward until they have reached the host: the frees of
-the last ones are deferred to a drain (see `insert_drain`), before the forward's last stage if the
-plan delays more of them (`plan.state_delay`).
+the last ones are deferred to a drain (see `insert_drain`). It is before the forward's last stage if
+the plan defers several frees (`plan.state_delay` above 1).
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 Memory comes from the compute stream's allocator, so a value that a copy on another stream reads is
 freed only after that copy: `free(value, after=copy)` makes the compute stream wait for it. To avoid
 a stall, such a free is placed after `delay` further backwards (in a forward: forwards), or
-`plan.state_delay` for new optimizer states. If no computes are left, the free of states, and of
-gradients that the update takes, is deferred to the next forward (`defer_free`, `insert_drain`).
+`plan.state_delay` for new optimizer states and `plan.saved_delay` for saved tensors on the host. If
+fewer computes are left, the free of states, and of gradients that the update takes, is deferred to
+the next forward (`defer_free`, `insert_drain`).
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def _insert(
 
 def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
     """The readers of a value; for a buffer, also those of the value that a copy brings into it. A
-    copy on the host or on a disk is dead when the value fetched from it is; then no wait is
-    needed."""
+    copy on the host or on a disk is not freed before the value fetched from it, so its free waits
+    for nothing."""
     found = list(users)
     for user in users:
         if ops.effects(user).takes and taken(user, Value.SAVED_ON_DISK) is node:

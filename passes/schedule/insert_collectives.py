@@ -120,14 +120,14 @@ def delay_reduced(schedule: Schedule) -> Schedule:
             if not following:
                 continue
             where = last_item(following[0])
-            for node in _made_of(mean):
+            for node in _dependents(mean):
                 if node < where and not (node.target is ops.all_reduce and node.args[1] is mean):
                     where.append(node)
                     where = node
     return new
 
 
-def _made_of(mean: fx.Node) -> list[fx.Node]:
+def _dependents(mean: fx.Node) -> list[fx.Node]:
     """All ops that depend on a value, in program order."""
     found, todo = set(), [mean]
     while todo:

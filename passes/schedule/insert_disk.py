@@ -67,7 +67,7 @@ def insert_disk(
 
     `state_bytes` maps the bytes of a streamed element to those of its states, for the cost model;
     `set_bytes` returns those of a buffer for all states of a bucket's trained parameters. A read is
-    `ahead` uses before its own.
+    inserted `ahead` uses before its own.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
@@ -136,7 +136,7 @@ def _insert_states(
         wait_for(reader, read)
         read.meta["value"] = trained_bytes(schedule, bucket, state_bytes)
     for writer in writers:
-        write = _written(graph, ops.write_state, writer, "ws")
+        write = _insert_write(graph, ops.write_state, writer, "ws")
         write.meta["value"] = trained_bytes(schedule, ops.bucket_of(writer), state_bytes)
 
 
@@ -149,7 +149,9 @@ def _first_of(use: fx.Node) -> fx.Node:
 _BUFFERS = (ops.Value.STATE_BUFFER, ops.Value.SAVED_BUFFER)
 
 
-def _written(graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix: str) -> fx.Node:
+def _insert_write(
+    graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix: str
+) -> fx.Node:
     """Insert a write of `writer`'s result directly after it."""
     bucket = ops.bucket_of(writer)
     with graph.inserting_after(writer):
@@ -294,7 +296,7 @@ def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
     """Insert writes; returns the keys of the written buckets."""
     writers = list(_writers(schedule, graph))
     for writer in writers:
-        write = _written(graph, ops.write_weights, writer, "ww")
+        write = _insert_write(graph, ops.write_weights, writer, "ww")
         write.meta["value"] = _changed_bytes(schedule, ops.bucket_of(writer))
     return {ops.bucket_of(writer).key for writer in writers}
 

@@ -28,7 +28,7 @@ def make_plan(
     cut: frozenset[int] = frozenset(),
 ) -> Schedule:
     """Add the plan of a choice to a schedule. The device never updates streamed buckets with states
-    or weights on a disk. What waits elsewhere is the same for every backward of a forward.
+    or weights on a disk. Every backward of a forward finds the same saved values on the host.
 
     Args:
         saves: if False, nothing is kept, regardless of the choice: a backward for gradients other
@@ -67,7 +67,8 @@ def make_plan(
         again = range(1, len(stages) - 1, 2) if choice.rerun else ()
         rows = []
         for i in (stage.index for stage in stages):
-            part = SavedPart.HALF if i in halves and not cut else SavedPart.ALL  # tiles save little
+            # stages whose pieces run in tiles save little anyway
+            part = SavedPart.HALF if i in halves and not cut else SavedPart.ALL
             tier = Tier.DISK if i < choice.saved_on_disk else Tier.HOST
             rows.append(
                 StagePlan(

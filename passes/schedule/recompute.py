@@ -93,7 +93,8 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     dropped: set[str] = set()
     calls = ops.calls_by_stage(new.forward, ops.forward)
     computes, placeholders = uses(graph), Placeholders(graph)
-    for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row needs the others
+    # reversed: later reruns take the outputs of earlier ones
+    for stage, outputs in reversed(_not_saved(new).items()):
         dropped |= {item.name for item in outputs}
         _rerun(calls[stage.index], stage, outputs, computes, placeholders)
     return set_saved_values(new, [name for name in new.saved_values if name not in dropped])

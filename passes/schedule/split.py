@@ -70,7 +70,9 @@ def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> fro
     if tiles == 1:
         return frozenset()
     known = [stage for stage in schedule.stages if stage.traced.symbols is None]
-    return frozenset(stage.index for stage in known if _within(stage, 1.0, tiles, cache).tiles > 1)
+    return frozenset(
+        stage.index for stage in known if _template_of(stage, 1.0, tiles, cache).tiles > 1
+    )
 
 
 def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
@@ -82,11 +84,11 @@ def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
             found.append(stage.traced)
             continue
         fraction = _SELECTIVE if row.saved is SavedPart.HALF else 1.0
-        found.append(_within(stage, fraction, row.tiles, cache))
+        found.append(_template_of(stage, fraction, row.tiles, cache))
     return found
 
 
-def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
+def _template_of(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
     """The stage's template, split for a saved fraction and a number of tiles; shared by all stages
     with the same template. Without tiles if nothing can be tiled."""
     base = stage.traced
@@ -107,7 +109,7 @@ def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCach
             tiles=tiles,
         )
         if made.tiles != tiles:
-            made = _within(stage, saved_fraction, 1, cache)
+            made = _template_of(stage, saved_fraction, 1, cache)
         cache[key] = made
     return planned_for(cache[key], numbers_of(stage.metas), cache)
 

@@ -2,10 +2,10 @@
 
     before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
-Buckets are updated in the order in which the next forward reads them: in host memory by threads
-(`update_host`) that the device helps (`help_host`), except with states on a disk, which it would
-wait for; on the compute stream resident buckets and those that the backward left on the device
-(`schedule.left`), whose new values then go to the host.
+Buckets are updated in the order in which the next forward reads them. Threads update those in host
+memory (`update_host`), and the device helps unless they wait for a disk (`help_host`). The compute
+stream updates resident buckets, and those that the backward left on the device (`schedule.left`),
+whose new values then go to the host.
 """
 
 from __future__ import annotations
