@@ -1,4 +1,4 @@
-"""Checks that ops get the values that they are meant for, within a graph and across graphs.
+"""Checks that ops get the values that are meant for them, within a graph and across graphs.
 
 What must hold:
 
@@ -42,7 +42,7 @@ from megacompile.ir.values import (
 )
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
-# An argument: its name in messages, if the op needs it, and if a value is the right one.
+# An argument: its name in messages, True if the op needs it, and a test of a value for it.
 Wanted = tuple[str, bool, Callable[[fx.Node], bool]]
 _COPIES = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
 
@@ -291,8 +291,8 @@ def _weights(bucket: Bucket, required: bool) -> Wanted:
 
 
 def _random_numbers(view: View) -> Iterator[Hazard]:
-    """A recomputed stage draws from the generator state saved before its forward. Every saved state
-    is that, because a backward for other outputs may use states that this one does not."""
+    """A recomputed stage draws from the generator state saved before its forward. All saved states
+    are checked, because a backward for other outputs may use states that this one does not."""
     saved = ops.nodes_that(view.schedule.forward, lambda op: op.gives is Value.RNG)
     drawing = {node.name: _draws_next(node) for node in saved}
     for node in view.nodes(ops.save_rng, ops.recompute, ops.rerun):
@@ -327,12 +327,12 @@ def saved_values(views: list[View]) -> Iterator[Hazard]:
         message = f"it returns the saved values {', '.join(given)}, needed {', '.join(names)}"
         yield forward.hazard(HazardKind.HANDED_ON, forward.graph.output_node(), None, message)
     for view in (view for view in others if view.name == "backward"):
-        # it may take fewer if the gradients of its outputs need fewer
+        # it may take fewer values, if its outputs' gradients need fewer
         tangents = tangents_of(view.graph)
         known = {*names, *(tangents[k] for k in view.schedule.tangents if k in tangents)}
         for node in view.graph.find_nodes(op="placeholder"):
             if node.name not in known and token_of(node) is None:
-                message = f"it takes {node.name}, no saved value and no gradient of an output"
+                message = f"it takes {node.name}, neither a saved value nor an output's gradient"
                 yield view.hazard(HazardKind.HANDED_ON, node, None, message)
 
 

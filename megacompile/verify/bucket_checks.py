@@ -8,8 +8,8 @@ What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 - every bucket that gets gradients is updated once, in its place, and no other bucket is; gradients
   that ranks share are averaged before;
 - states and parameters on a disk are used after a read in the same graph, and written after their
-  change. Each prefetch names its own read, whose buffer holds its bucket, and each read has one
-  prefetch. Nothing else is read or written there;
+  change. Each prefetch and each host update names a read of its own, whose buffer holds its bucket.
+  Nothing else is read or written there;
 - staging buffers of saved tensors are each returned once, and there are enough;
 - a graph returns as tokens the last ops that wrote each part of a bucket, and takes tokens only of
   existing parts;
@@ -80,7 +80,7 @@ def _writes(copy: fx.Node) -> list[fx.Node]:
 
 
 def _averaged(view: View) -> Iterator[Hazard]:
-    """Gradients that ranks share are averaged over shards before anything else takes them. Those
+    """Gradients that ranks share are averaged over ranks before anything else takes them. Those
     that are kept, used for norms or used for updates are the mean over replicas, with nothing added
     since. If a later backward computes the mean, they may only be kept."""
     for node in view.that(lambda op: op.takes):

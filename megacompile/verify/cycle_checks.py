@@ -3,8 +3,8 @@
 What must hold for the parts of buckets that ops read and write, across all graphs:
 
 - a read waits for the last write before it;
-- a write waits for all earlier reads and writes, and gradients on the host are read, to be added,
-  before they are written again;
+- a write waits for all earlier reads and writes;
+- gradients on the host are read, to be added to, before they are written again;
 - in one graph, weights and states are read before they change;
 - memory that a backward leaves is freed after the copies out of it.
 
@@ -73,7 +73,7 @@ def hazards(views: list[View]) -> Iterator[Hazard]:
             found.setdefault(key, hazard)
     for key, hazard in found.items():
         others = [other for other in found if len(other) > len(key) and other[: len(key)] == key]
-        if not others:  # a race with this schedule's op replaces the same race with any schedule
+        if not others:  # a race with an op of this schedule replaces the same race with another's
             yield hazard
 
 
@@ -98,14 +98,14 @@ class _Cycle:
     writer: dict[Place, Access] = field(default_factory=dict)  # the last
     readers: dict[Place, list[Access]] = field(default_factory=lambda: defaultdict(list))
     copies: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)  # out of left values
-    drained: int = 0  # done when the host continued
+    drained: int = 0  # done when the last forward returned
 
     def __post_init__(self) -> None:
         for bucket in self.schedule.buckets:
             self._earlier(bucket)
 
     def _earlier(self, bucket: Bucket) -> None:
-        """A step of another schedule that may still be running."""
+        """Record a step of another schedule, which may still run, on a bucket."""
         plan = self.schedule.plan
         resident = bucket.key in plan.resident
         update, gradients = (Access(0, "", None, next(self.bits)) for _ in range(2))

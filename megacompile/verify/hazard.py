@@ -24,7 +24,7 @@ class HazardKind(enum.Enum):
     fix: str
 
     def __new__(cls, words: str, fix: str = "") -> HazardKind:
-        """A kind whose value is its words."""
+        """A kind with the name that messages show, and the fix that they end with."""
         kind = object.__new__(cls)
         kind._value_, kind.fix = words, fix
         return kind
@@ -34,8 +34,8 @@ class HazardKind(enum.Enum):
     WRONG_SLOT = "wrong slot", "raise slots, or make each as large as its largest bucket"
     SLOT_REFILLED = "slot refilled", "raise slots, lower lookahead, or fill the slot later"
     NOT_REUSED = "not reused", "correct schedule.reused, or prefetch it"
-    HANDED_ON = "handed on", "let the schedule, its graphs' outputs and their inputs agree"
-    USE_BEFORE_MADE = "use before made", "move it after that"
+    HANDED_ON = "handed on", "make the schedule, its graphs' outputs and their inputs agree"
+    USE_BEFORE_MADE = "use before made", "move the use after it"
     USE_AFTER_FREE = "use after free", "free it later"
     FREED_TOO_EARLY = "freed too early"  # a reader on another stream may still run
     WRONG_FREE = "wrong free", "drop a free"

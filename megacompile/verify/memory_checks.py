@@ -43,7 +43,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 def _slot(node: fx.Node) -> Slot:
     at = ops.effects(node).slot
     slot: Any = None if at is None else node.args[at]
-    return slot if isinstance(slot, Slot) else Slot(-1, 0)  # None: the `slots` pass has not run
+    return slot if isinstance(slot, Slot) else Slot(-1, 0)  # None: before `assign_slots`
 
 
 def _place(node: fx.Node) -> tuple[int, int]:

@@ -3,7 +3,7 @@ runs.
 
 What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
 
-- ops get the values that they are meant for, and the backward gets those that the forward read:
+- ops get the values that are meant for them, and the backward gets those that the forward read:
   `verify.argument_checks`;
 - memory is not reused while it is read: `verify.memory_checks`;
 - results are consumed once, and `optimizer.step()` updates the buckets that got gradients, once:
@@ -20,8 +20,8 @@ combined. A rank issues its collectives in program order in every interleaving, 
 an in-order stream and the runtime lets none overtake a deferred one (`Streams._must_wait`). The
 sequence of a rank can therefore be read from its graph.
 
-Then there is no deadlock. Program order is an order in which all ops of a rank can run, because
-edges that point backward are hazards. Ranks with the same sequence meet at each collective in turn,
+With equal sequences there is no deadlock. All ops of a rank can run in program order, because edges
+that point backward are hazards. Ranks with the same sequence meet at each collective in turn,
 so their program orders, joined there, are an order in which all ops of all ranks can run.
 """
 
