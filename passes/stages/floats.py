@@ -117,7 +117,7 @@ def prepared(
 
 
 def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
-    """A symbolic value, in another fake mode."""
+    """The same symbolic value, in this fake mode."""
     if isinstance(value, torch.Tensor):
         return replace(TensorMeta.of(value), requires_grad=False).empty()
     return fakes.number(compat.expression_of(value)[1])
@@ -143,7 +143,7 @@ def _of_floats(expression: Any) -> bool:
 
 
 def _by_tensors(node: fx.Node) -> Any:
-    """The overload that takes tensors in place of such numbers, or None."""
+    """The overload of a node's operator that takes tensors for such numbers; None if none does."""
     names = []
     for name, value in compat.arguments_of(node):
         if isinstance(value, fx.Node) and _comes_as_tensor(value):

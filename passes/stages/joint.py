@@ -41,7 +41,7 @@ from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
-_VIEWS |= {"clone"}  # for a non-contiguous view
+_VIEWS |= {"clone"}  # of a view without contiguous memory
 
 _LEAST = 1e-6  # a saved_fraction of 0 would save only the inputs, despite the marks
 
@@ -80,7 +80,8 @@ def split(
         saved_fraction: the share of saved tensors, from 0 (inputs and random numbers) to 1 (the
             fastest forward and backward). A stage that draws random numbers uses 1 if the
             partitioner would draw them again.
-        tiles: for its tokenwise pieces, whose values are recomputed tile by tile instead of saved.
+        tiles: number of tiles of its tokenwise pieces, which recompute their values instead of
+            saving them.
             The template has `tiles == 1` if it has no such piece.
     """
     planned = numbers_of(stage.metas)
@@ -142,7 +143,7 @@ def _kept(
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The root base of a view; any other value unchanged."""
+    """The base of a view of any depth; any other value unchanged."""
     while node.op == "call_function":
         source = node.all_input_nodes[0] if node.all_input_nodes else node
         maker = source if node.target is operator.getitem else node
@@ -165,7 +166,7 @@ def _codes(
         if node.op != "placeholder" and not compat.is_number(node.meta.get("val"))
     ]
     saving = _extract(forward, [*returned[:results], *saved])
-    random = bool(_random(forward))  # all must draw the same numbers: one shared graph
+    random = bool(_random(forward))  # one graph for all, which draws the same numbers
     graphs = {Code.FORWARD: saving if random else _extract(forward, returned[:results])}
     if backward is None:
         return saved, graphs, ()
@@ -252,7 +253,7 @@ def _parted(
     for part in (forward, backward):
         restore_floats(part)
     if changed and (_random(forward).keys() != random.keys() or _random(backward)):
-        return _parted(stage, joint, 1.0)  # the partitioner would replay them in its own way
+        return _parted(stage, joint, 1.0)  # the partitioner would draw them again
     return forward, without_numbers(backward, joint)
 
 

@@ -240,7 +240,7 @@ def uncompiled(module: fx.GraphModule) -> Function:
 
 
 def _runs_uncompiled(template: Template) -> bool:
-    """True if its graphs can run with the kernels' strides and within the planned memory."""
+    """True if a template's graphs can run with the kernels' strides, in the planned memory."""
     modules = (part for graph in template.graphs.values() for part in _parts(graph))
     nodes = (node for module in modules for node in module.graph.nodes)
     return not any(

@@ -1,4 +1,4 @@
-"""Traced graphs with symbolic sizes: computes numbers from the stage's own inputs.
+"""Computes the numbers of traced graphs with symbolic sizes from the stage's own inputs.
 
     forward:  primals -> results, saved tensors, numbers        backward: saved, numbers, tangents
     after:    primals -> results, saved tensors                 backward: saved, primals, tangents
@@ -31,8 +31,8 @@ _SCATTER = torch.ops.aten.slice_scatter.default
 
 
 def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
-    """Compute every int of a traced graph from its number inputs, in place: sizes would be read
-    from tensors that it does not need otherwise. Floats keep their computation, and rounding."""
+    """Compute every int of a traced graph from its number inputs, in place. Otherwise it would take
+    tensors only to read their sizes. Floats keep their operations, and so their rounding."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     numbers = {

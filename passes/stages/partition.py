@@ -275,7 +275,7 @@ class _Builder:
                     ops.call(graph, ops.assign, sources[node], env[node], *counted, after=())
         recorded = [node for node in last_change if self._is_recorded(node)]
         new_values = [env[node] for node in recorded]
-        env |= {node: sources[node] for node in recorded}  # an output that is an input itself
+        env |= {node: sources[node] for node in recorded}  # as outputs, they are the inputs
         outputs: Any = fx.map_arg(self.returned, lambda n: self._result(n, env, sources))
         graph.output(((*outputs, *new_values), ()))
         return Schedule(
@@ -397,8 +397,9 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
 def _laid_out(
     capture: Capture, values: Values, wanted: dict[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, InputView]]]:
-    """Run the nodes that create the views on fake tensors with real in-place changes: for an input
-    with gaps, functionalization returns a new value without gaps."""
+    """The layouts of the views in their inputs' memory. The nodes that create them run on fake
+    tensors with real in-place changes, because functionalization returns new values without gaps
+    for inputs with gaps."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in capture.bound}
 
@@ -419,7 +420,7 @@ def _laid_out(
         try:
             interpreter.run(*map(interpreter.fake_input, capture.inputs))
         except compat.UNTRACEABLE:
-            return  # these stay stage results
+            return  # these outputs stay results of stages
         for node, source in wanted.items():
             value, base = (interpreter.env[n] for n in (made[node], env[source]))
             # sizes, strides and offset describe such a view completely

@@ -33,7 +33,7 @@ class Members:
     in_tiles: bool
     # in execution order, each with its action on tokens; None in a whole piece
     nodes: dict[fx.Node, Act | None] = field(default_factory=dict)
-    again: set[fx.Node] = field(default_factory=set)  # that an earlier piece has computed too
+    again: set[fx.Node] = field(default_factory=set)  # recomputed: an earlier piece has them too
     reads: set[fx.Node] = field(default_factory=set)  # of earlier pieces, and inputs of the graph
 
 
@@ -125,7 +125,7 @@ class _Division:
                 yield user
 
     def without_products(self) -> list[fx.Node]:
-        """Nodes of pieces without a matrix product: run whole, they fuse with others."""
+        """The nodes of pieces without a matrix product. Run whole, they fuse with others."""
         lonely: dict[int, list[fx.Node]] = {}
         for node, phase in self.phases.items():
             if node in self.acts:
@@ -133,8 +133,8 @@ class _Division:
         return [n for nodes in lonely.values() if not any(map(is_product, nodes)) for n in nodes]
 
     def read_whole(self) -> list[fx.Node]:
-        """Nodes that only whole pieces read and that are no smaller than their inputs: computed
-        there, they fuse with their readers and are not kept for all tokens."""
+        """The nodes that only whole pieces read and that are no smaller than their inputs. If those
+        pieces compute them, they fuse with their readers and are not kept for all tokens."""
         return [node for node in self.phases if node in self.acts and self._read_whole(node)]
 
     def _read_whole(self, node: fx.Node) -> bool:

@@ -95,7 +95,7 @@ def _owners(
             continue
         owner: Owner | None = None
         for module, call in compat.module_calls(node):
-            if module in unit_of_module:  # below the root, a call does not cover the whole unit
+            if module in unit_of_module:  # a call below the root covers a part of the unit
                 owner = (unit_of_module[module], call if module in roots else "")
                 break
         used = [unit_of_param[n] for n in node.all_input_nodes if n in unit_of_param]

@@ -251,7 +251,7 @@ class _Tracer:
     def _joint(self, primals: list[Any], tangents: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results, then the gradients."""
         inputs = list(primals)
-        for i in self.stage.mutated:  # a separate value, so that the old one stays readable
+        for i in self.stage.mutated:  # a new value, so that the old one stays readable
             inputs[i] = primals[i].clone()
         held = {compat.storage_key(p) for p in primals[: self.params]}
         outputs = list(self.stage.module(*inputs))

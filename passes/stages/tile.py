@@ -4,8 +4,8 @@
     after:  y, d = tiles_1(x, w1, w2)        4 tiles of 4096 tokens
 
 The resulting graph calls only pieces (`megacompile.ir.tiles`). Each piece has its own graph for its
-tile size: the same operators, with tile sizes instead of whole sizes. The graph runs on fake
-tensors, and a node whose result is not a part of its whole result stays whole.
+tile size: the same operators, with tile sizes instead of whole sizes. It runs on fake tensors, and
+a node whose result is not the tile of its whole result stays whole.
 
 Weight gradients are products over tokens. They are accumulated in float32, tile by tile, and
 rounded once. A matrix kernel may round differently for fewer rows, so results are equal up to
@@ -98,7 +98,7 @@ class _Writer:
             wanted = [n for n in members.nodes if n in read and n not in members.again]
             self._piece(members, wanted)
         rest = [n for n in returned if n not in self.made]
-        if rest:  # views of inputs, and constants
+        if rest:  # views of inputs, or constants
             self._piece(Members(in_tiles=False), rest)
         self.graph.output(tuple(self.made[n] if isinstance(n, fx.Node) else n for n in outputs))
         return compat.graph_module(self.module, self.graph)
@@ -232,7 +232,7 @@ def _whole(value: Any) -> Any:
 
 
 def _result(act: Act | None) -> tuple[Result, Axis | None]:
-    """The meta of a node that returns one tensor; in a whole piece, all of it."""
+    """The kind and the cut axis of a node's only result; in a whole piece, no axis."""
     return (Result.CUT, None) if act is None or act.items else act.results[0]
 
 

@@ -101,7 +101,7 @@ def pointwise(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A shape-preserving operation along other dimensions: a softmax."""
+    """The rule of a shape-preserving operation along another dimension, such as softmax."""
     dim = _of(node)["dim"] % max(1, _rank(node))
     act = pointwise(node, axes, tokens)
     return act if act is not None and act.axis is not None and act.axis.dim != dim else None
@@ -166,7 +166,7 @@ def _expand(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | N
 
 
 def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    """A part of another dimension: the token axis stays, or shifts if the dimension is removed."""
+    """The axis after a slice of another dimension; it shifts if that dimension is removed."""
     dim = _of(node)["dim"] % _rank(source)
     if dim == axis.dim:
         return None
@@ -179,7 +179,7 @@ def _split(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | No
 
 
 def _norm(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    """A norm over the last dimensions: the result, and statistics of the same rank."""
+    """The axis of a norm over the last dimensions, whose statistics have the same rank."""
     return axis if axis.dim < _rank(source) - len(_of(node)["normalized_shape"]) else None
 
 
@@ -207,7 +207,7 @@ def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """An operation along another dimension of operands of equal rank, all of which are cut."""
+    """The rule of an operation along another dimension of operands of equal rank, all cut."""
     rank = _rank(node)
     made = _aligned(node.all_input_nodes, axes, rank, tokens)
     if made is None or any(_rank(operand) != rank for operand in node.all_input_nodes):
@@ -253,8 +253,8 @@ def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A product of fp8 factors: cut along rows of the first or columns of the second, with their
-    scales. A sum over tokens is not supported, because scales may span all tokens."""
+    """The rule of a product of fp8 factors: cut along rows of the first or columns of the second,
+    with their scales. A sum over tokens is not supported, because scales may span all tokens."""
     given = _of(node)
     for key, scale_key, dim in (("self", "scale_a", 0), ("mat2", "scale_b", 1)):
         operand, scale, bias = given[key], given[scale_key], given.get("bias")
@@ -265,7 +265,7 @@ def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
         of_each[dim] = axis.size(tokens)
         shape = shape_of(scale)
         if shape is None or math.prod(shape) > 1 and list(shape) != of_each:
-            continue  # of blocks
+            continue  # scales of blocks
         if math.prod(shape) > 1:
             cuts[scale] = axis
         return Act(cuts, ((Result.CUT, axis),))

@@ -21,7 +21,7 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.packed import Leaf, leaves, own_leaves
 
 UNIT_LIMIT_BYTES = 4 * 2**30
-_TINY = 16  # a unit this many times smaller than its neighbour shares its bucket
+_TINY = 16  # a unit this many times smaller than its neighbour joins its bucket
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -71,7 +71,7 @@ def find_units(
 def _bucket(
     key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, ranks: int, replicas: int
 ) -> Bucket:
-    """The parameters' metas on the device."""
+    """A bucket for the parameters of a subtree, in the dtypes that are streamed."""
     packed = {leaf.name for leaf in subtree.params if leaf.packed}
     params = [
         (name, tensor)

@@ -35,7 +35,7 @@ from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.passes.edit import with_stages
 
 _INDICES = ("index", "indices", "target")  # their names in ATen's schemas
-_CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # they check values
+_CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # check an input's values
 _SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _SAME_VALUES |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "clone"}
 _SAME_VALUES |= {"constant_pad_nd"}  # pads with a loss's ignore_index
@@ -71,7 +71,7 @@ def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
 
 def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
     """The strides of a stage's outputs; None if unknown."""
-    for meta in (*stage.metas, *stage.outputs):  # only CPU tensors of known size
+    for meta in (*stage.metas, *stage.outputs):  # only for CPU tensors of known size
         if meta.device.type != "cpu" or not isinstance(meta, TensorMeta) or meta.symbolic:
             return None
     try:
