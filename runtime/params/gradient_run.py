@@ -42,7 +42,7 @@ class GradientRun:
         *,
         observed: bool = False,  # unknown code may read gradients before `backward()` returns
     ) -> None:
-        self._of = gradients
+        self._gradients = gradients
         self.backward = gradients.backward_pass()
         self.observed = observed
         self.records: dict[ParamId, GradientRecord] = {}  # records of the schedule's gradients
@@ -85,12 +85,12 @@ class GradientRun:
         # True if no gradient exists yet, and no other code contributes to one or reads one: the
         # quick check for every parameter in every step. Other graphs may contribute later
         self.all_first = (
-            not (self.observed or len(self._of.passes) > 1)
+            not (self.observed or len(self._gradients.passes) > 1)
             and _BY_GRAPHS.issuperset(self.unusual.values())
             and self.backward.records.keys().isdisjoint(places)
-            and self._of.ends(places).without_gradients()
+            and self._gradients.ends(places).without_gradients()
         )
-        self._of.prepare(wanted, self.backward, fresh=self.all_first)
+        self._gradients.prepare(wanted, self.backward, fresh=self.all_first)
         if self.all_first:
             self.records = {place: GradientRecord() for place in places}  # calls no Python function
             self.backward.records.update(self.records)
@@ -100,7 +100,7 @@ class GradientRun:
         for place, record in self.records.items():
             if not record.done or place not in again:
                 self._begin(place, record)
-        self._of.sum_late(
+        self._gradients.sum_late(
             place
             for place, record in self.records.items()
             if record.route is GradRoute.SEPARATE and record.use.wish is not Wish.RETURN
@@ -115,27 +115,27 @@ class GradientRun:
         record.joined, record.separate = False, None
         record.kept = record.done = False
         by_code, autograd_has = record.use.others is Others.CODE, record.memory is not None
-        gradient = self._of.param(place).grad
+        gradient = self._gradients.param(place).grad
         if record.use.wish is Wish.NONE:
             record.route = GradRoute.DISCARD
         elif autograd_has and not by_code:
             record.route = GradRoute.ACCUMULATE_SAME_PASS
-        elif record.use.wish is Wish.RETURN or autograd_has or self._of.is_busy(place):
+        elif record.use.wish is Wish.RETURN or autograd_has or self._gradients.is_busy(place):
             record.route = GradRoute.SEPARATE  # busy: in another thread's backward()
         elif not is_there(gradient):
             record.route = GradRoute.WRITE
         elif gradient.layout is not torch.strided or not is_in_bucket(
-            self._of.buckets[place[0]], place[1]
+            self._gradients.buckets[place[0]], place[1]
         ):
             record.joined = True
-            memory = self._of.buckets[place[0]].grads.get(place[1])
+            memory = self._gradients.buckets[place[0]].grads.get(place[1])
             is_free = memory is None or compat.storage_users(memory) == 1  # only by the bucket
             record.route = GradRoute.WRITE if is_free else GradRoute.SEPARATE
         elif (
             by_code
-            or self._of.end(place).hooked_before()
+            or self._gradients.end(place).hooked_before()
             # autograd adds their sum to `p.grad`
-            or (self._of.exact and record.use.others is Others.GRAPHS)
+            or (self._gradients.exact and record.use.others is Others.GRAPHS)
         ):
             record.route = GradRoute.SEPARATE
         else:
@@ -143,7 +143,7 @@ class GradientRun:
 
     def may_defer(self) -> bool:
         """True if the sum over replicas can wait for a later backward: only graphs contribute."""
-        if self.observed or (self._of.exact and self.used_by(Others.GRAPHS)):
+        if self.observed or (self._gradients.exact and self.used_by(Others.GRAPHS)):
             return False
         return all(_is_ours(each) and not each.is_seen for each in self.records.values())
 
@@ -157,12 +157,12 @@ class GradientRun:
         have: dict[int, Sequence[int]] = {}
         for key, params in wanted.items():
             self._consume(key, params, None)
-            if any(is_there(self._of.param((key, i)).grad) for i in params):
+            if any(is_there(self._gradients.param((key, i)).grad) for i in params):
                 have[key] = params
-        self._of.prepare(have, self.backward)
+        self._gradients.prepare(have, self.backward)
         for key, params in have.items():
             for i in params:
-                if self._of.bring_in((key, i)):
+                if self._gradients.bring_in((key, i)):
                     record = self.records[key, i] = self.backward.records[key, i]
                     record.use = self.unusual.get((key, i), USUAL)
                     record.route = GradRoute.ACCUMULATE
@@ -177,7 +177,7 @@ class GradientRun:
         """Prepare a restart of the schedule, which sends no gradient to the host twice."""
         for (key, i), record in self.records.items():
             if record.kept and key not in self._sent and record.route is GradRoute.WRITE:
-                self._of.buckets[key].grads.pop(i, None)  # its memory is needed
+                self._gradients.buckets[key].grads.pop(i, None)  # its memory is needed
             elif record.kept or key in self._sent:
                 record.done = True
             record.kept = False
@@ -192,7 +192,7 @@ class GradientRun:
         """The target memory of a bucket's gradients, by index; without dropped gradients and those
         already in place."""
         if self.all_first:
-            grads = self._of.buckets[key].grads
+            grads = self._gradients.buckets[key].grads
             return {i: grads[i] for i in indices}
         records = {i: self.records[key, i] for i in indices}
         return {
@@ -207,7 +207,7 @@ class GradientRun:
         return record.route.in_bucket and not self.observed and not record.is_seen
 
     def _memory(self, place: ParamId, record: GradientRecord) -> torch.Tensor:
-        bucket = self._of.buckets[place[0]]
+        bucket = self._gradients.buckets[place[0]]
         if record.route.in_bucket:
             return bucket.grads[place[1]]
         if record.route is GradRoute.ACCUMULATE_SAME_PASS:
@@ -219,7 +219,7 @@ class GradientRun:
         return record.separate
 
     def keep(self, key: int, gradients: Mapping[int, torch.Tensor]) -> None:
-        bucket, own = self._of.buckets[key], dict[int, torch.Tensor]()
+        bucket, own = self._gradients.buckets[key], dict[int, torch.Tensor]()
         for i, gradient in gradients.items():
             record = self.records[key, i]
             if record.done or record.route is GradRoute.DISCARD:
@@ -249,25 +249,27 @@ class GradientRun:
     def for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The gradients for autograd, after the schedule has been issued: autograd can adopt them
         without a copy, because no other reference to these tensors exists."""
-        of, found = self._of, dict[ParamId, torch.Tensor]()
-        first = self.all_first and len(of.passes) < 2
-        if first and of.ends(tuple(self.records)).without_gradients():
+        gradients, found = self._gradients, dict[ParamId, torch.Tensor]()
+        first = self.all_first and len(gradients.passes) < 2
+        if first and gradients.ends(tuple(self.records)).without_gradients():
             for place, record in self.records.items():
-                record.memory = memory = of.buckets[place[0]].grads[place[1]]
+                record.memory = memory = gradients.buckets[place[0]].grads[place[1]]
                 record.in_bucket = record.first = True
                 found[place] = memory.detach()
         else:  # another thread may have set `p.grad` meanwhile
             found = self._others_for_autograd()
-        if of.ranks is None:
+        if gradients.ranks is None:
             return found
         # a DTensor parameter's gradient is a DTensor over this memory
-        return {at: compat.like(of.param(at), memory) for at, memory in found.items()}
+        return {at: compat.like(gradients.param(at), memory) for at, memory in found.items()}
 
     def _others_for_autograd(self) -> dict[ParamId, torch.Tensor]:
         """The same, for gradients that may be read, or be added to `p.grad`."""
-        if len(self._of.passes) > 1 or any(self._is_read(*item) for item in self.records.items()):
+        if len(self._gradients.passes) > 1 or any(
+            self._is_read(*item) for item in self.records.items()
+        ):
             self.backward.await_copies(self.backward.copies)
-            self._of.streams.synchronize(Stream.D2H)
+            self._gradients.streams.synchronize(Stream.D2H)
         found = {}
         for place, record in self.records.items():
             if record.updated:
@@ -276,7 +278,7 @@ class GradientRun:
                 record.memory = memory = self._memory(place, record)
                 record.in_bucket = True
                 record.watched = record.watched or self.observed or record.is_seen
-                param = self._of.param(place)
+                param = self._gradients.param(place)
                 if not is_there(param.grad):
                     param.grad, record.first = None, True
                 elif record.route is GradRoute.ACCUMULATE:  # autograd adopts the bucket's memory
@@ -296,7 +298,7 @@ class GradientRun:
             return True
         if record.route is GradRoute.ACCUMULATE_SAME_PASS:
             # added to an earlier graph's gradient, which may be read
-            added = is_there(self._of.param(place).grad)  # set by another thread meanwhile
+            added = is_there(self._gradients.param(place).grad)  # set by another thread meanwhile
             return added or not record.in_bucket or record.watched
         return not record.route.in_bucket
 
