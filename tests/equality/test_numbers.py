@@ -280,7 +280,7 @@ def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
     ],
 )
 def test_inductor_on_the_gpu(name: str, tiles: int | None) -> None:
-    """Within 1e-5 relative in fp32; where a gradient is only rounding, of the largest one."""
+    """Within 1e-5 relative in fp32; where a gradient is only rounding, of a tenth of the largest."""
     plain, streamed = both(name, GPU, lowering="inductor", tiles=tiles or "auto")
     want, got = step(plain, name, 0, GPU), step(streamed, name, 0, GPU)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
@@ -289,7 +289,7 @@ def test_inductor_on_the_gpu(name: str, tiles: int | None) -> None:
     pairs = [(a.cpu(), b.cpu()) for a, b in zip(*grads, strict=True) if a is not None]
     largest = max(float(p.norm()) for p, _ in pairs)
     for p, q in pairs:
-        assert float((p - q).norm()) / max(float(p.norm()), 1e-2 * largest) < 1e-5
+        assert float((p - q).norm()) / max(float(p.norm()), 0.1 * largest) < 1e-5
 
 
 @pytest.mark.gpu
