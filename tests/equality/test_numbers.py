@@ -280,7 +280,7 @@ def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
     ],
 )
 def test_inductor_on_the_gpu(name: str, tiles: int | None) -> None:
-    """Within 1e-5 relative in fp32; where a gradient is only rounding, of a tenth of the largest."""
+    """Within 1e-5 relative in fp32, or of a tenth of the largest where it is only rounding."""
     plain, streamed = both(name, GPU, lowering="inductor", tiles=tiles or "auto")
     want, got = step(plain, name, 0, GPU), step(streamed, name, 0, GPU)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
