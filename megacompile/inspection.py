@@ -99,8 +99,9 @@ def explain(
     Shows the stages; where every byte is, on the device and on the host; the plan and its reasons;
     how busy each stream is and what bounds the step; what would help, and by how much. Times are
     predicted for a step in the middle of training, for an AdamW with the states that the options
-    name. A trace adds measured times. For the model's stages, and the process's updates in C++,
-    `code` counts those from caches and those compiled in this process, and the seconds that took.
+    name. A step adds up all captured graphs, those of other sizes and of evaluation too. A trace
+    adds measured times. For the model's stages, and the process's updates in C++, `code` counts
+    those from caches and those compiled in this process, and the seconds that took.
 
     If ranks share the model, it names the slowest one and its cost. No rank waits for another in
     this call, so a single rank may make it.
