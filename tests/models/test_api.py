@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile as package
-from megacompile import Schedule, megacompile, schedules, trace, updates
+from megacompile import Schedule, errors, megacompile, schedules, trace, updates
 from megacompile.ir import ops
 from tests import inside
 from tests.interrupts import watched
@@ -62,6 +62,7 @@ def test_the_docstring_names_every_option_and_its_example_runs() -> None:
     assert all(p.grad is None for p in model.parameters())
     assert sorted(package.__all__) == package.__all__
     assert all(getattr(package, name).__doc__ for name in package.__all__)
+    assert {name for name in vars(errors) if name.endswith("Error")} <= set(package.__all__)
 
 
 class Broken(nn.Module):
