@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--cold", action="store_true", help="load from the disk too")
     parser.add_argument("--save", action="store_true", help="save too, into FOLDER-saved")
     parser.add_argument("--compare", action="store_true", help="from_pretrained, then megacompile")
-    parser.add_argument("--random", action="store_true", help="random initialisation too")
+    parser.add_argument("--random", action="store_true", help="random initialization too")
     parser.add_argument("--keep", action="store_true", help="leave the files there")
     parser.add_argument("--out", help="write the table here")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # what a child measures
@@ -235,7 +235,7 @@ def _random(args: argparse.Namespace) -> dict[str, object]:
         start = time.perf_counter()
         megacompile(model, progress=False)
         seconds = time.perf_counter() - start
-    return {"what": "random initialisation", **_seconds(model, seconds), **memory.row()}
+    return {"what": "random initialization", **_seconds(model, seconds), **memory.row()}
 
 
 _CHILDREN: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {

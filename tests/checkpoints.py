@@ -13,7 +13,7 @@ from tests.zoo import Language
 
 
 class Block(nn.Module):
-    """A layer with buffers of both kinds, of which torch's modules initialise all."""
+    """A layer with buffers of both kinds, of which torch's modules initialize all."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -216,7 +216,7 @@ def check_data_parallel(
     kind: type[torch.nn.Module], check: Callable[[Any, dict[str, Any]], bool]
 ) -> None:
     """Call `check` with every new module of a kind (DistributedDataParallel, DataParallel) and its
-    arguments, before `__init__`; it returns true if it has initialised the module itself."""
+    arguments, before `__init__`; it returns true if it has initialized the module itself."""
 
     def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if not check(self, inspect.signature(stock).bind(self, *args, **kwargs).arguments):

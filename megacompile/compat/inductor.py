@@ -295,7 +295,7 @@ def compiles_without_device() -> bool:
 @contextmanager
 def without_device_memory() -> Iterator[None]:
     """A context that compiles for a GPU without a CUDA context: kernels are not loaded, and fake
-    tensors do not initialise the device."""
+    tensors do not initialize the device."""
 
     with (
         mock.patch.object(fake_tensor, "init_gpu_context", lambda _: None),

@@ -240,7 +240,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> 
         total: (M, N); of the dtype of `a` and `b`, or wider.
         a: (M, K).
         b: (K, N).
-        first: `total = a @ b` without reading `total`, which may be uninitialised.
+        first: `total = a @ b` without reading `total`, which may be uninitialized.
     """
     beta = 0 if first else 1
     if total.dtype == a.dtype:

@@ -1,1 +1,1 @@
-"""Reads, initialises and saves a model's values, one bucket at a time."""
+"""Reads, initializes and saves a model's values, one bucket at a time."""

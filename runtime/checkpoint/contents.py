@@ -1,9 +1,9 @@
-"""The initial contents of a model's buckets: a checkpoint, the model's initialisation, or both.
+"""The initial contents of a model's buckets: a checkpoint, the model's initialization, or both.
 
     match     compare names, shapes and dtypes with the files' headers; errors come before any
               allocation, and one error lists all mismatches
-    move in   give parameters and buffers the uninitialised memory of their buckets
-    set       initialise the tensors that the checkpoint lacks
+    move in   give parameters and buffers the uninitialized memory of their buckets
+    set       initialize the tensors that the checkpoint lacks
     read      read the others directly into place, on several threads
     filled    page-lock each bucket while the next ones are read
 
@@ -54,7 +54,7 @@ class Checkpoint:
         cast: convert dtypes even if that loses precision. Default: only lossless conversions.
         ignore: patterns (`fnmatch`) of the checkpoint's names that the model may lack.
         initialize: patterns of the model's names that the checkpoint may lack; these tensors are
-            initialised at random, as without a checkpoint.
+            initialized at random, as without a checkpoint.
     """
 
     path: str | os.PathLike[str]
@@ -158,7 +158,7 @@ def _compare(
                     dtypes[f"{name} got {entry.dtype}, needed {tensor.dtype}"] = None
     kinds = (
         ("missing", left_in(model, missing, "_keys_to_ignore_on_load_missing"),
-         "initialize=(pattern, ...) of megacompile.Checkpoint initialises them at random; "
+         "initialize=(pattern, ...) of megacompile.Checkpoint initializes them at random; "
          "names=... translates names"),
         ("unexpected", left_in(model, unexpected, "_keys_to_ignore_on_load_unexpected"),
          "ignore=(pattern, ...) of megacompile.Checkpoint leaves them out; or build the model that "
@@ -189,12 +189,12 @@ def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 class Contents:
-    """The initial values of one model: a checkpoint's, or else those of its initialisation. Before
+    """The initial values of one model: a checkpoint's, or else those of its initialization. Before
     `fill` the model changes only by tying the weights that its config ties.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or does not fit the model.
-        ModelError: some tensors cannot be initialised.
+        ModelError: some tensors cannot be initialized.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
@@ -214,12 +214,12 @@ class Contents:
         }
         check_initializers(model, self.unset)
         params = {id(param) for param in model.parameters()}
-        # without parameters to draw, initialisation must not advance the user's generator
+        # without parameters to draw, initialization must not advance the user's generator
         self.draws = any(key in params for key in self.unset)
 
     def share(self, sharded: Mapping[int, nn.Parameter], ranks: Ranks) -> None:
         """Shard the model: each rank reads only its rows of the new parameters, by the ids of the
-        old ones. Raises CheckpointError: parameters need random initialisation, which would differ
+        old ones. Raises CheckpointError: parameters need random initialization, which would differ
         between ranks."""
         drawn = [name for key, name in self.unset.items() if key in sharded]
         if drawn:
@@ -254,9 +254,9 @@ class Contents:
         )
 
     def fill(self, buckets: Sequence[Any], progress: bool | None) -> None:
-        """Move the model into the uninitialised memory of these `HostBucket`s, and set all values.
+        """Move the model into the uninitialized memory of these `HostBucket`s, and set all values.
         Raises CheckpointError: a file cannot be read. The model is unchanged; ModelError: a tensor
-        was not initialised. The model is unchanged."""
+        was not initialized. The model is unchanged."""
         with contextlib.ExitStack() as undos:
             params = {id(param): param for bucket in buckets for param in bucket.params}
             places_of = (zip(each.params, each.values, strict=True) for each in buckets)
@@ -279,7 +279,7 @@ class Contents:
             with contextlib.nullcontext() if self.draws else torch.random.fork_rng(devices=[]):
                 tensors = {**params, **buffers}
                 initialize(self.model, {name: tensors[key] for key, name in self.unset.items()})
-            for holder, name, old in places:  # initialisation may have replaced the buffer
+            for holder, name, old in places:  # initialization may have replaced the buffer
                 if id(old) in self.sources:
                     holder[name] = buffers[id(old)]
             entries = [entry for each in self._each_source() for entry in each.entries.values()]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_FLAG = "_is_hf_initialized"  # marks tensors and modules that transformers does not initialise
+_FLAG = "_is_hf_initialized"  # marks tensors and modules that transformers does not initialize
 
 
 def pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -59,7 +59,7 @@ def left_in(model: nn.Module, names: Iterable[str], attribute: str) -> list[str]
 
 
 def initialize(model: Any, unset: set[int]) -> None:
-    """Initialise parameters and buffers with these ids of a `PreTrainedModel` by its
+    """Initialize parameters and buffers with these ids of a `PreTrainedModel` by its
     `_init_weights`; all others keep their values. None may be on meta."""
     flagged: list[torch.Tensor] = []
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Random initialisation of a model on meta, by its modules' own methods.
+"""Random initialization of a model on meta, by its modules' own methods.
 
     transformers        `initialize_weights()`: calls each module's `_init_weights`
     torch, user code    `reset_parameters()` or `_reset_parameters()`, children first
@@ -28,7 +28,7 @@ _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 
 
 def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
-    """Check that these parameters and buffers (id -> name) can be initialised, before anything is
+    """Check that these parameters and buffers (id -> name) can be initialized, before anything is
     allocated. Raises ModelError: lists the tensors."""
     covered: set[int] = set()
     for module in model.modules():
@@ -40,7 +40,7 @@ def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
 
 
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
-    """Initialise parameters and buffers, by name, none of which is on meta. Others may change, too.
+    """Initialize parameters and buffers, by name, none of which is on meta. Others may change, too.
     Raises ModelError: a tensor was not written completely."""
     if not unset:
         return
@@ -55,7 +55,7 @@ def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
 
 
 def _take_back(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that now has this name. A parameter that initialisation replaced is restored, with
+    """The tensor that now has this name. A parameter that initialization replaced is restored, with
     the new values."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
@@ -70,7 +70,7 @@ def _take_back(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tenso
 
 
 def _visit(module: nn.Module, unset: set[int], *, rooted: bool) -> None:
-    """Initialise a module, children first, like constructors."""
+    """Initialize a module, children first, like constructors."""
     inside = [*module.parameters(), *module.buffers()]
     if not any(id(tensor) in unset for tensor in inside):
         return
@@ -87,7 +87,7 @@ def _visit(module: nn.Module, unset: set[int], *, rooted: bool) -> None:
 
 
 def _resets(module: nn.Module) -> list[Callable[[], object]]:
-    """The functions that initialise a module, by torch's naming convention."""
+    """The functions that initialize a module, by torch's naming convention."""
     methods = [getattr(module, name, None) for name in _RESETS[:2]]
     resets = [reset for reset in methods if callable(reset) and _takes_nothing(reset)][:1]
     running = getattr(module, _RESETS[2], None)
@@ -111,7 +111,7 @@ def _takes_nothing(function: Callable[..., object]) -> bool:
 
 
 def refuse_stray(model: nn.Module) -> None:
-    """Raise for tensors on meta that are neither parameters nor buffers: nothing initialises them.
+    """Raise for tensors on meta that are neither parameters nor buffers: nothing initializes them.
     Raises ModelError: names the tensor."""
     for name, module in model.named_modules():
         kept = {id(t) for t in (*module.parameters(False), *module.buffers(False))}
@@ -120,7 +120,7 @@ def refuse_stray(model: nn.Module) -> None:
                 where = f"{name}.{attribute}" if name else attribute
                 raise ModelError(
                     f"megacompile(): {type(model).__name__}.{where} is a tensor on meta, and "
-                    "neither a parameter nor a buffer, so it cannot be initialised; needed one in "
+                    "neither a parameter nor a buffer, so it cannot be initialized; needed one in "
                     "memory: create it with device='cpu'"
                 )
 
@@ -129,7 +129,7 @@ def _no_value(model: nn.Module, names: list[str]) -> str:
     return (
         f"megacompile(): {len(names)} tensors of {type(model).__name__} were on meta and get no "
         f"values: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; needed a checkpoint "
-        "that has them (checkpoint=), or code that initialises them; give its module a "
+        "that has them (checkpoint=), or code that initializes them; give its module a "
         "reset_parameters() that writes all of it; or build it in memory (with "
         "torch.device('cpu'):) before megacompile()"
     )

@@ -55,7 +55,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
             "before the first step, and load a checkpoint afterwards",
         )
     _check_alike(model, ranks)
-    # the first rank's values where they differ: they were initialised without a seed
+    # the first rank's values where they differ: they were initialized without a seed
     named = [*model.parameters(), *model.buffers()]
     tensors = [t for t in named if not t.is_meta and t.layout is torch.strided]
     sums = ranks.all_gather_object([checksum(tensor) for tensor in tensors])

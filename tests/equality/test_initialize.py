@@ -132,7 +132,7 @@ class Stray(nn.Module):
 @pytest.mark.parametrize(
     ("make", "name"), [(Lost, "gamma, mask"), (Half, "gamma"), (Stray, "Stray.table")]
 )
-def test_what_nobody_initialises_is_named(make: Any, name: str) -> None:
+def test_what_nobody_initializes_is_named(make: Any, name: str) -> None:
     model = on_meta(make)
     with pytest.raises(ModelError) as error:
         megacompile(model, device="cpu")

@@ -151,12 +151,12 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "first"),
     "a tensor on meta": (lambda: on_cpu(Meta()), ModelError,
      "megacompile(): 1 tensors of Meta were on meta and get no values: other; needed a "
-     "checkpoint that has them (checkpoint=), or code that initialises them; give its module a "
+     "checkpoint that has them (checkpoint=), or code that initializes them; give its module a "
      "reset_parameters() that writes all of it; or build it in memory (with torch.device('cpu'):) "
      "before megacompile()"),
     "a tensor that is neither": (lambda: on_cpu(Stray()), ModelError,
      "megacompile(): Stray.table is a tensor on meta, and neither a parameter nor a buffer, so "
-     "it cannot be initialised; needed one in memory: create it with device='cpu'"),
+     "it cannot be initialized; needed one in memory: create it with device='cpu'"),
     "a sparse parameter": (lambda: on_cpu(with_parameter(torch.eye(2).to_sparse())), ModelError,
      "megacompile(): parameter Linear.extra has layout torch.sparse_coo; needed a dense one; use "
      ".to_dense()"),

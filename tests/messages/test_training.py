@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile(): checkpoint FOLDER/checkpoint does not fit Net\n"
      "  missing (8): layers.3.norm.weight; layers.3.norm.bias; layers.3.norm.running_mean; "
      "layers.3.norm.running_var; layers.3.norm.num_batches_tracked; ...\n"
-     "    initialize=(pattern, ...) of megacompile.Checkpoint initialises them at random; "
+     "    initialize=(pattern, ...) of megacompile.Checkpoint initializes them at random; "
      "names=... translates names"),
     "unexpected": (loaded(layers=2), CheckpointError,
      "megacompile(): checkpoint FOLDER/checkpoint does not fit Net\n"
