@@ -1,1 +1,1 @@
-"""From a captured graph to stages with templates."""
+"""Passes from a captured graph to stages with templates."""

@@ -41,7 +41,7 @@ from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
-_VIEWS |= {"clone"}  # of a view without contiguous memory
+_VIEWS |= {"clone"}  # of a non-contiguous view
 
 _LEAST = 1e-6  # a saved_fraction of 0 would save only the inputs, despite the marks
 

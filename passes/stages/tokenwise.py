@@ -59,7 +59,7 @@ def name_of(node: fx.Node) -> str:
     return compat.operator_name(node.target) if node.op == "call_function" else ""
 
 
-def _of(node: fx.Node) -> dict[str, Any]:
+def _arguments(node: fx.Node) -> dict[str, Any]:
     return dict(compat.arguments_of(node))
 
 
@@ -102,7 +102,7 @@ def pointwise(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule of a shape-preserving operation along another dimension, such as softmax."""
-    dim = _of(node)["dim"] % max(1, _rank(node))
+    dim = _arguments(node)["dim"] % max(1, _rank(node))
     act = pointwise(node, axes, tokens)
     return act if act is not None and act.axis is not None and act.axis.dim != dim else None
 
@@ -148,7 +148,7 @@ def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | 
 
 
 def _permute(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    order, given = list(range(_rank(node))), _of(node)
+    order, given = list(range(_rank(node))), _arguments(node)
     if name_of(node) == "permute":
         order = [d % len(order) for d in given["dims"]]
     elif name_of(node) == "t":
@@ -167,7 +167,7 @@ def _expand(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | N
 
 def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
     """The axis after a slice of another dimension; it shifts if that dimension is removed."""
-    dim = _of(node)["dim"] % _rank(source)
+    dim = _arguments(node)["dim"] % _rank(source)
     if dim == axis.dim:
         return None
     removed = _rank(source) - _rank(node) if dim < axis.dim else 0
@@ -175,23 +175,23 @@ def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | No
 
 
 def _split(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    return None if _of(node)["dim"] % _rank(source) == axis.dim else axis
+    return None if _arguments(node)["dim"] % _rank(source) == axis.dim else axis
 
 
 def _norm(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
     """The axis of a norm over the last dimensions, whose statistics have the same rank."""
-    return axis if axis.dim < _rank(source) - len(_of(node)["normalized_shape"]) else None
+    return axis if axis.dim < _rank(source) - len(_arguments(node)["normalized_shape"]) else None
 
 
 def _dims(node: fx.Node, source: fx.Node) -> list[int]:
     """The reduced dimensions."""
-    rank, dims = _rank(source), _of(node).get("dim")
+    rank, dims = _rank(source), _arguments(node).get("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
     return [d % rank for d in dims] if rank else []
 
 
 def _reduced(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    dims, given = _dims(node, source), _of(node)
+    dims, given = _dims(node, source), _arguments(node)
     below = 0 if given.get("keepdim") else sum(d < axis.dim for d in dims)
     return None if axis.dim in dims else replace(axis, dim=axis.dim - below)
 
@@ -213,7 +213,7 @@ def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     if made is None or any(_rank(operand) != rank for operand in node.all_input_nodes):
         return None
     axis, cuts = made
-    if len(cuts) < len(node.all_input_nodes) or _of(node)["dim"] % rank == axis.dim:
+    if len(cuts) < len(node.all_input_nodes) or _arguments(node)["dim"] % rank == axis.dim:
         return None
     return Act(cuts, ((Result.CUT, axis),))
 
@@ -255,7 +255,7 @@ def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule of a product of fp8 factors: cut along rows of the first or columns of the second,
     with their scales. A sum over tokens is not supported, because scales may span all tokens."""
-    given = _of(node)
+    given = _arguments(node)
     for key, scale_key, dim in (("self", "scale_a", 0), ("mat2", "scale_b", 1)):
         operand, scale, bias = given[key], given[scale_key], given.get("bias")
         axis = axes.get(operand)
@@ -280,7 +280,7 @@ def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    given = _of(node)
+    given = _arguments(node)
     each = [given["grad_out"], given["input"], given.get("mean"), given.get("rstd")]
     operands = [n for n in each if isinstance(n, fx.Node)]
     made = _aligned(operands, axes, _rank(operands[0]), tokens)
