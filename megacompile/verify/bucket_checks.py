@@ -197,14 +197,14 @@ def _on_disk(view: View) -> Iterator[Hazard]:
             if ops.bucket_of(node).key not in keys:
                 wrong = f"touches {part.value} that are elsewhere; drop it" * (node in stored)
             elif part in effects(node).writes and node not in stored:
-                if not any(before(node, write) for write in _of(node, to_disk)):
+                if not any(before(node, write) for write in _same_bucket(node, to_disk)):
                     wrong = f"makes new {part.value}, which no op writes to the disk"
-            elif part is Part.WEIGHTS and len(_of(node, to_disk)) > 1 and node in to_disk:
+            elif part is Part.WEIGHTS and len(_same_bucket(node, to_disk)) > 1 and node in to_disk:
                 wrong = "runs twice, but there is one buffer"
             if wrong:
                 yield view.hazard(HazardKind.DISK, node, None, f"{label(node)} {wrong}")
             if part is Part.STATES and node not in from_disk and ops.bucket_of(node).key in keys:
-                if not any(before(read, node) for read in _of(node, from_disk)):
+                if not any(before(read, node) for read in _same_bucket(node, from_disk)):
                     message = f"{label(node)} uses states on a disk, but no read is before it"
                     yield view.hazard(HazardKind.DISK, node, None, message)
         if part is Part.WEIGHTS:
@@ -212,7 +212,7 @@ def _on_disk(view: View) -> Iterator[Hazard]:
             yield from _weights_read(view, users, from_disk)
 
 
-def _of(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
+def _same_bucket(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes among `others` with the same bucket."""
     key = ops.bucket_of(node).key
     return [other for other in others if ops.bucket_of(other).key == key]
@@ -227,7 +227,11 @@ def _weights_read(
         if Part.WEIGHTS not in effects(node).reads:
             continue
         wanted = ops.read_weights if effects(node).fills_slot else ops.read_trained
-        own = [n for n in _of(node, from_disk) if n.target is wanted and n in node.all_input_nodes]
+        own = [
+            n
+            for n in _same_bucket(node, from_disk)
+            if n.target is wanted and n in node.all_input_nodes
+        ]
         for read in own:
             takers[read].append(node)
         if len(own) != 1:

@@ -46,7 +46,7 @@ class HazardKind(enum.Enum):
     WRONG_UPDATE = "wrong update", "update each bucket once, in the place where it is"
     DISK = "disk", "name one read of its bucket, and write it after its change"
     TOO_MANY_BUFFERS = "too many buffers"  # more are in use for the disk than exist
-    WRONG_HELP = "wrong help", "name updates of the host, each once"
+    WRONG_HELP = "wrong help", "pass updates that the host runs, each once"
 
 
 @dataclass(frozen=True, slots=True)
