@@ -56,7 +56,7 @@ def make_plan(
             last = count == 1 and not stages[-1].traced.has_backward
             kept = frozenset(() if last else able[len(able) - min(count, len(able)) :])
         away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
-        halves = away if count else frozenset[int]()  # on the host: halves the copies
+        halves = away if count else frozenset[int]()  # saved by half: half of the copies
         if choice.halves or activations == "selective":
             halves |= kept - {stages[-1].index}
         kept |= away if count else frozenset()
@@ -118,7 +118,7 @@ def _updaters(schedule: Schedule, places: Places, share: float, *, in_backward: 
             left -= sizes[bucket.key]
             chosen.append(bucket.key)
     frozen = [b.key for b in schedule.buckets if b.key not in trained.keys() | places.resident]
-    places = places.changed(frozen, states=Tier.HOST)  # without states
+    places = places.changed(frozen, states=Tier.HOST)  # they have no states
     if in_backward:
         places = places.changed(trained, updater=Updater.BACKWARD)
     else:

@@ -233,7 +233,7 @@ def _conformed(
 ) -> list[torch.Tensor]:
     """Incoming gradients in the strides and dtypes that the backward was traced with; the user's
     may differ."""
-    strides = None  # as in the metas
+    strides = None  # None: those of the metas
     if template.tangent_strides is not None:
         strides = template.tangent_strides(*(primals[i] for i in template.numbers))
     found = []

@@ -268,7 +268,7 @@ class OpGroup:
             if handle.event is None:  # the CPU, or a thread that holds its tensors
                 continue
             work, buffers = handle.value, value.value
-            if isinstance(work, InFlight) and isinstance(buffers, dict):  # else: its norms
+            if isinstance(work, InFlight) and isinstance(buffers, dict):  # else gradients or norms
                 if work.may_lend:
                     work.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
                 self.machine.defer_free(buffers, handle.event, work.fresh.clear)

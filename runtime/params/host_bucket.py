@@ -268,7 +268,7 @@ class HostBucket:
                 and gradient.stride() == strides[i]
                 and compat.is_alone(gradient)
             ):
-                self.grads[i] = gradient.detach()  # one more reference: other holders copy
+                self.grads[i] = gradient.detach()  # one more reference, so other holders copy it
             else:
                 copies.append(self.make_grad(i))
                 copied.append(gradient)

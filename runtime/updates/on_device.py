@@ -109,7 +109,7 @@ def update(
 ) -> None:
     """Run the step in place in the buffers. If the buffers have no parameters, it reads `weights`
     and allocates the new parameters here, as late as possible."""
-    rule: OptimizerRule | None = None  # one optimizer's
+    rule: OptimizerRule | None = None  # one for all: they have one optimizer
     updates: list[Update] = []
     for i, buffer in buffers.items():
         step = steps[i]

@@ -364,7 +364,7 @@ def _reach(first: Update, numel: int, second: Update) -> int:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if a.dtype != b.dtype or b.data_ptr() - a.data_ptr() != elements * a.itemsize:
                 return 0
-        elif a is not b:  # None
+        elif a is not b:  # one of them is None
             return 0
     return elements + second.param.numel()
 
