@@ -191,19 +191,28 @@ def _matrix(model: Any, layer: int) -> Tensor:
 
 @contextlib.contextmanager
 def _hooked(model: Any, loop: Loop, seen: Result) -> Iterator[None]:
-    """Hooks that write down what they see; one kind changes the gradient."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Hooks that write down what they see, and in which order of modules; one kind changes the
+    gradient. Of a module whose gradients one node makes, such as LayerNorm, autograd has no order.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     handles, nodes = [], []
-    count = 0
+    modules: list[str] = []  # one after the other
+    calls: collections.Counter[str] = collections.Counter()
 
     def see(name: str, value: Tensor | None) -> None:
-        nonlocal count
-        seen[f"{name}.{count}"] = torch.empty(0) if value is None else value.detach().clone()
-        count += 1
+        module = modules_of[name]
+        if not modules or modules[-1] != module:
+            modules.append(module)
+        at = f"{name}.{len(modules)}.{calls[name]}"
+        seen[at] = torch.empty(0) if value is None else value.detach().clone()
+        calls[name] += 1
+
+    modules_of: dict[str, str] = {}
 
     def register(kind: str, number: int) -> Any:
-        param = trained[number % len(trained)]
+        of, param = trained[number % len(trained)]
         name = f"hook on {number} ({kind})"
+        modules_of[name] = of.rpartition(".")[0]
 
         def halve(gradient: Tensor) -> Tensor:
             see(name, gradient)
