@@ -312,7 +312,7 @@ class CapturedGraph:
         """The inputs that share memory with an input that is changed in place."""
         if not self.changed:
             return ()
-        parameters = [b.values[0] for b in self.machine.buckets.values() if b.values]
+        parameters = [v for bucket in self.machine.buckets.values() for v in bucket.values]
         return shared_memory.overlaps(args, self.changed, parameters)
 
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:

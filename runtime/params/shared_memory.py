@@ -72,8 +72,8 @@ def overlaps(
     args: Sequence[Any], changed: frozenset[int], parameters: Iterable[torch.Tensor]
 ) -> tuple[tuple[int, ...], ...]:
     """The groups of a captured graph's inputs, by position, that overlap one another or a streamed
-    parameter; only groups with an input in `changed`. `parameters` has one tensor in the memory of
-    each bucket."""
+    parameter; only groups with an input in `changed`. `parameters` are the values in all buckets:
+    each has storage of its own."""
     tensors = [
         (i, arg)
         for i, arg in enumerate(args)

@@ -200,6 +200,22 @@ def test_buffers_that_overlap_and_what_stays_the_same_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:megacompile. Applies")
+@pytest.mark.parametrize("name", ["first.weight", "first.bias", "last.bias"])
+def test_an_input_in_the_memory_of_a_parameter_is_changed(name: str) -> None:
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = m.first(x)
+        y.add_(1)
+        return m.last(m.first(x)).sum()
+
+    def use(model: Any) -> Any:
+        param = model.get_parameter(name)
+        before = model(torch.ones(2, 4), torch.zeros_like(param))  # without shared memory
+        return before, model(torch.ones(2, 4), param.detach())
+
+    assert_alike(twins(in_a_row(forward)), use)
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. Applies")
 def test_a_view_whose_shape_is_changed_in_place() -> None:
     def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
         y.mul_(2)
