@@ -97,6 +97,7 @@ def agree_disk(
     all_gather_object: AllGather,
     *,
     measured: bool,
+    load: Callable[[str], DiskRates] = load_disk,
 ) -> SharedDisk | None:
     """The disk of this rank's folder and its users; None without a folder. This is a collective.
 
@@ -112,45 +113,12 @@ def agree_disk(
     users = [other for other, where in said if where == mine]
     beyond = ranks_of_host(mesh) - sum(where[0] == host for _, where in said)
     measures = measured and folder is not None and rank == min(users)
-    found = all_gather_object(
-        (rank, load_disk(str(folder)) if measures else None)
-    )  # the others wait
+    found = all_gather_object((rank, load(str(folder)) if measures else None))  # the others wait
     if folder is None:
         return None
     ranks = len(users) + max(0, beyond)
     share_bytes = shutil.disk_usage(folder).free // ranks
     return SharedDisk(ranks, share_bytes, dict(found)[min(users)])
-
-
-def agree(
-    mesh: DeviceMesh,
-    device: torch.device,
-    all_gather_object: AllGather,
-    disk: SharedDisk | None = None,
-) -> Agreed:
-    """Find the slowest rates of the GPUs of all ranks, with their disks'. This is a collective,
-    which raises if a rank fails. Each GPU is measured once, in a few seconds."""
-    here = all_gather_object(host_of_rank()).count(host_of_rank())
-
-    def gathered(rates: Hardware | None) -> list[_Said]:
-        of_disk = None if disk is None else disk.rates
-        whole = rates if rates is None or of_disk is None else of_disk.on(rates)
-        users = 1 if disk is None else disk.ranks
-        return all_gather_object(
-            _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh), whole, users)
-        )
-
-    found = gathered(cached(device, here))
-    if any(each.hardware is None for each in found):  # if one must measure, all do at once
-        found = gathered(measure_together(device, here, lambda: all_gather_object(None)))
-    ranks, shares = _with_hosts(found)
-    slowest = _slowest(shares)
-    if len(ranks) == 1:  # no other rank to gather from
-        return Agreed(slowest, ranks)
-    gather_gb_s, start_s = interconnect(mesh, device, all_gather_object)
-    slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = network(mesh, device, all_gather_object)
-    return Agreed(replace(slowest, collective_s=start_s, network_gb_s=network_gb_s), ranks)
 
 
 def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
@@ -247,6 +215,43 @@ def _slowest_gb_s(
     mine = seconds(_SMALL, 2 * _REPEATS), seconds(_BYTES, _REPEATS)
     small_s, large_s = map(max, zip(*all_gather_object(mine), strict=True))
     return received / max(large_s - small_s, 1e-9) / 1e9, small_s
+
+
+def agree(
+    mesh: DeviceMesh,
+    device: torch.device,
+    all_gather_object: AllGather,
+    disk: SharedDisk | None = None,
+    *,
+    saved: Callable[[torch.device, int], Hardware | None] = cached,
+    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_together,
+    gathers: Callable[..., tuple[float, float]] = interconnect,
+    sums: Callable[..., float | None] = network,
+) -> Agreed:
+    """Find the slowest rates of the GPUs of all ranks, with their disks'. This is a collective,
+    which raises if a rank fails. Each GPU is measured once, in a few seconds;
+    tests have other measurements."""
+    here = all_gather_object(host_of_rank()).count(host_of_rank())
+
+    def gathered(rates: Hardware | None) -> list[_Said]:
+        of_disk = None if disk is None else disk.rates
+        whole = rates if rates is None or of_disk is None else of_disk.on(rates)
+        users = 1 if disk is None else disk.ranks
+        return all_gather_object(
+            _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh), whole, users)
+        )
+
+    found = gathered(saved(device, here))
+    if any(each.hardware is None for each in found):  # if one must measure, all do at once
+        found = gathered(measure(device, here, lambda: all_gather_object(None)))
+    ranks, shares = _with_hosts(found)
+    slowest = _slowest(shares)
+    if len(ranks) == 1:  # no other rank to gather from
+        return Agreed(slowest, ranks)
+    gather_gb_s, start_s = gathers(mesh, device, all_gather_object)
+    slowest = slowest.with_interconnect(gather_gb_s)
+    network_gb_s = sums(mesh, device, all_gather_object)
+    return Agreed(replace(slowest, collective_s=start_s, network_gb_s=network_gb_s), ranks)
 
 
 # Slow ranks and their slow rates.

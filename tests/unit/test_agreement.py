@@ -182,7 +182,6 @@ class Threads:
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         patch.delenv("GROUP_RANK", raising=False)
         patch.setattr(platform, "node", self.host)
-        self.monkeypatch = patch
 
     @property
     def rank(self) -> int:
@@ -219,14 +218,12 @@ class Threads:
             meet()
             return machines[self.rank] or SMALL
 
-        replaced: dict[str, Callable[..., Any]] = {
-            "cached": lambda device, here: machines[self.rank],
-            "measure_together": measure,
-            "interconnect": lambda *_: (395.0, 1e-5),
-            "network": lambda *_: 7.0,
+        options |= {
+            "saved": lambda device, here: machines[self.rank],
+            "measure": measure,
+            "gathers": lambda *_: (395.0, 1e-5),
+            "sums": lambda *_: 7.0,
         }
-        for name, function in replaced.items():
-            self.monkeypatch.setattr(rank_rates, name, function)
         found = self.each(
             lambda rank: rank_rates.agree(self.mesh, CUDA, self.all_gather_object, **options)
         )
@@ -281,14 +278,11 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
         measured.append(threads.rank)
         return threads.host()
 
-    monkeypatch.setattr(rank_rates, "load_disk", load)
-
     def agree(users: str, *, is_measured: bool = True) -> Any:
         def body(rank: int) -> Any:
             folder = str(tmp_path) if str(rank) in users else None
-            mine = rank_rates.agree_disk(
-                threads.mesh, folder, threads.all_gather_object, measured=is_measured
-            )
+            options: dict[str, Any] = {"measured": is_measured, "load": load}
+            mine = rank_rates.agree_disk(threads.mesh, folder, threads.all_gather_object, **options)
             each = None if mine is None else (mine.ranks, mine.share_bytes, mine.rates)
             return threads.all_gather_object(each)
 
