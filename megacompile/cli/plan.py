@@ -28,7 +28,7 @@ from megacompile.plan.explanation import Explanation
 from megacompile.plan.fit import SMALLER, TRIED, more, short
 from megacompile.plan.problem import DEVICE, HOST
 from megacompile.plan.scenario import Scenario
-from megacompile.text import columns, duration, format_bytes
+from megacompile.text import columns, duration, format_bytes, short_count
 from megacompile.validate import host_rows
 
 
@@ -235,7 +235,7 @@ def _text(
     where = " in the backward" if args.update_in_backward else ""
     active = ""
     if found["active_parameters"] != target.parameters:
-        active = f" ({found['active_parameters'] / 1e9:,.3g} B active a token)"
+        active = f" ({short_count(found['active_parameters'])} active a token)"
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in target.model.parameters())
     machine = f"one {explained.hardware}"
     if args.gpus > 1:
@@ -244,7 +244,7 @@ def _text(
     inputs = "the function's inputs"
     if target.tokens is not None:
         inputs = f"{args.batch} x {args.seq} tokens"
-    size = f"{target.parameters / 1e9:,.3g} B parameters{active}"
+    size = f"{short_count(target.parameters)} parameters{active}"
     verdict = "it may not fit" if found["tried"] else "it does NOT fit"
     if not found["why_not"]:
         verdict = "it fits"

@@ -64,8 +64,10 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found["tokens_per_s"] == pytest.approx(32 / found["step_s"])
     assert found["tflop_s"] == pytest.approx(6 * active * found["tokens_per_s"] / 1e12)
     out = printed(capsys, folder, *SMALL, "--changes")
+    total, of_token = (f"{count / 1000:.3g} K" for count in (numel(model), active))
     for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "TFLOP/s by 6NT",
-                  "what would help", "8-bit optimizer states", "active a token"):  # fmt: skip
+                  "what would help", "8-bit optimizer states",
+                  f"{total} parameters ({of_token} active a token)"):  # fmt: skip
         assert words in out, words
     assert max(map(len, out.splitlines()[1:])) <= 100
 
