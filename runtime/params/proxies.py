@@ -268,6 +268,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         view = StreamedView(value, base.device, view=True)
         view.base = base if base.base is None else base.base
         view.root, view.param, view.source = base.root, base.param, base.source
+        if compat.backward_id() != -1:  # a view of what a forward has saved
+            view.fetched_version = base.fetched_version
         return view
 
     args, kwargs = compat.map_values(host, func, (args, kwargs))
