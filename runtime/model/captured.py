@@ -312,8 +312,7 @@ class CapturedGraph:
         """The inputs that share memory with an input that is changed in place."""
         if not self.changed:
             return ()
-        parameters = [v for bucket in self.machine.buckets.values() for v in bucket.values]
-        return shared_memory.overlaps(args, self.changed, parameters)
+        return shared_memory.overlaps(args, self.changed, self.machine.homes())
 
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
         def kinds() -> tuple[GraphInput, ...]:

@@ -88,7 +88,8 @@ def full_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters with these names (by parameter id), bucket by bucket, on the device.
 
-    Each bucket gets new memory, so a tensor that the caller keeps is never overwritten.
+    A streamed bucket gets new memory, so that a tensor that the caller keeps is never overwritten.
+    A resident one is not copied.
     """
     streamed.updates.check()  # before the first yield
     device = streamed.options.device

@@ -195,8 +195,12 @@ class Machine:
         q.data = ...`. Adopting one would overwrite the other."""
         buckets = self.buckets.values()
         replaced = [compat.local(b.params[i]) for b in buckets for i in b.replaced()]
-        homes = {home for bucket in buckets for home in bucket.homes if home}  # 0: no elements
+        homes = self.homes() if replaced else ()
         return any(param.untyped_storage().data_ptr() in homes for param in replaced)
+
+    def homes(self) -> set[int]:
+        """The addresses of all parameters in the buckets: each has storage of its own."""
+        return {home for b in self.buckets.values() for home in b.homes if home}  # 0: no elements
 
 
 Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient

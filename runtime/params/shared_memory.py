@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,21 +69,20 @@ def moved_together(
 
 
 def overlaps(
-    args: Sequence[Any], changed: frozenset[int], parameters: Iterable[torch.Tensor]
+    args: Sequence[Any], changed: frozenset[int], homes: Collection[int]
 ) -> tuple[tuple[int, ...], ...]:
     """The groups of a captured graph's inputs, by position, that overlap one another or a streamed
-    parameter; only groups with an input in `changed`. `parameters` are the values in all buckets:
-    each has storage of its own."""
+    parameter; only groups with an input in `changed`. `homes` are the addresses of parameters, each
+    with storage of its own."""
     tensors = [
         (i, arg)
         for i, arg in enumerate(args)
         if isinstance(arg, torch.Tensor) and not isinstance(arg, StreamedParameter) and _dense(arg)
     ]
-    ours = {tensor.untyped_storage().data_ptr() for tensor in parameters if tensor.numel()}
     found = []
     for group in _groups(tensors):
         members = [args[position] for *_, position in group]
-        streamed = any(member.untyped_storage().data_ptr() in ours for member in members)
+        streamed = any(member.untyped_storage().data_ptr() in homes for member in members)
         if (len(group) > 1 or streamed) and any(position in changed for *_, position in group):
             found.append(tuple(position for *_, position in group))
     return tuple(found)
