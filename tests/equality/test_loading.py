@@ -413,4 +413,4 @@ def test_at_the_peak_there_is_no_more_than_the_model(tmp_path: Path) -> None:
     done = python("-c", _PEAK, str(tmp_path))
     peak, steady = map(int, done.stdout.split()[-2:])
     assert 0.9 * size < steady < 1.1 * size + 2**25
-    assert peak < 1.05 * size + 3 * 2**24  # a copy of what the files hold would be half as much again
+    assert peak < 1.05 * size + 3 * 2**24  # another copy would add half of it
