@@ -115,12 +115,12 @@ class _Layout:
     def _as_it_was(self, source: fx.Node, user: fx.Node) -> fx.Node:
         """A value with its original strides."""
         new, old = self.env[source], source.meta.get("val")
-        if not isinstance(old, torch.Tensor) or new.meta["val"].stride() == old.stride():
+        if not isinstance(old, torch.Tensor) or _same_layout(new.meta["val"], old):
             return new
         strides = [*map(int, old.stride())]
         order = tuple(sorted(range(old.ndim), key=lambda d: (-strides[d], d)))
         made = self._with_strides(new, order, user)
-        if made.meta["val"].stride() != old.stride():  # it had gaps or overlapping elements
+        if not _same_layout(made.meta["val"], old):  # it had gaps or overlapping elements
             raise _LayoutIsFixed
         return made
 
@@ -146,6 +146,13 @@ class _Layout:
         made.meta.update({key: value for key, value in user.meta.items() if key != "val"})
         self._follow(made)
         return made
+
+
+def _same_layout(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two values of one shape have equal strides, but for dimensions of size 1: their
+    strides mean nothing, and each operator chooses its own."""
+    pairs = zip(value.shape, value.stride(), other.stride(), strict=True)
+    return all(size == 1 or ours == theirs for size, ours, theirs in pairs)
 
 
 _LAST = (0, 2, 3, 1)  # the order of an image's dimensions
