@@ -1,4 +1,4 @@
-"""Processes of `torchrun`, forked children, and a process group of this process alone."""
+"""Threads, processes of `torchrun`, forked children, and a process group of this process alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -96,6 +97,32 @@ def in_child(function: Callable[[], Any]) -> Any:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     return pickle.loads(found)
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> None:
+    """All at once, with many switches; which come when is up to Python: a fault may come and go."""
+    failed: list[BaseException] = []
+    begin = threading.Barrier(len(calls))
+
+    def work(call: Callable[[], Any]) -> None:
+        begin.wait()
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if failed:
+        raise failed[0]
 
 
 @contextmanager

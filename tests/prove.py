@@ -5,13 +5,12 @@
     python -m tests.prove --frames 2000 --seed 0     programs of frames, against the plain ones
     python -m tests.prove --mutants 1000 --seed 0    broken schedules against `verify`
 
-A case is one interleaving of one plan of one model in a loop (`tests.loops`), whose losses,
-outputs, gradients, parameters and buffers must be those of the plain model in every bit. Where the
-backward makes the optimizer's update, or other users add to a sum, they must be those of program
-order, and within 1e-5 of the plain loop. An update in the backward may be refused where others use
-the parameters, before anything is updated. Interleavings share models and plans, because tracing
-takes most of the time. With `--cases`, a tenth as many cases are of ranks (`tests.ranks.subject`),
-and as many programs of frames (`tests.frames`).
+A case is one interleaving of one plan of one model, whose losses, outputs, gradients, parameters
+and buffers must be those of the plain model in every bit. Where the backward makes the optimizer's
+update, they must be those of program order, and within 1e-5 of the plain loop. Interleavings share
+models and plans, because tracing takes most of the time. Users' loops: `tests/stateful`. With
+`--cases`, a tenth as many cases are of ranks (`tests.ranks.subject`), and as many programs of
+frames (`tests.frames`).
 
 A mutant is a schedule of `tests.mutants` with one or two edits of `tests.mutants`, which decides
 by interleavings whether it is harmful, or of updates and the edges between graphs
@@ -38,10 +37,9 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
-from tests import adversary, loops
+from tests import adversary, nets
 from tests.draws import examples
 from tests.frames import command as frames
-from tests.loops import Loop
 from tests.mutants import Harm, Truth, lined, planned
 from tests.mutants_step import mutate
 from tests.nets import Choice, Net
@@ -49,14 +47,12 @@ from tests.ranks.subject import RankSubject, Shared, shared
 from tests.subject import Counts, Subject, plain_refuses
 
 
-def check(
-    net: Net, choice: Choice, loop: Loop, interleavings: int, seed: int, counts: Counts
-) -> None:
-    """Some cases of one model, plan and loop; mismatches are counted, not raised."""
-    if plain_refuses(net, choice, loop):
+def check(net: Net, choice: Choice, interleavings: int, seed: int, counts: Counts) -> None:
+    """Some cases of one model and plan; mismatches are counted, not raised."""
+    if plain_refuses(net, choice):
         counts.more["drawn models that the plain loop refuses"] += 1
         hypothesis.reject()
-    subject = Subject(net, choice, counts, loop)
+    subject = Subject(net, choice, counts)
     found = examine(
         subject, lambda k: subject.wrong(adversary.Random(k)), range(seed, seed + interleavings)
     )
@@ -64,11 +60,11 @@ def check(
     counts.more["ops executed"] += subject.device.executed
     counts.more["times memory was poisoned"] += subject.device.memory.poisoned
     if found:
-        counts.found.append(f"{net}\n{choice}\n{loop}\ninterleavings that differ: {found}")
+        counts.found.append(f"{net}\n{choice}\ninterleavings that differ: {found}")
 
 
 def check_ranks(case: Shared, interleavings: int, seed: int, counts: Counts) -> None:
-    if plain_refuses(case.net, case.choice, case.loop):
+    if plain_refuses(case.net, case.choice):
         counts.more["drawn models that the plain loop refuses"] += 1
         hypothesis.reject()
     before = counts.cases
@@ -117,20 +113,14 @@ def looked_at(case: Callable[[], list[str]]) -> list[str] | str:
         return traceback.format_exc()
 
 
-def prove(
-    cases: int,
-    seed: int,
-    interleavings: int,
-    *,
-    shrink: bool = False,
-    features: tuple[str, ...] = loops.FEATURES,
-) -> Counts:
+def prove(cases: int, seed: int, interleavings: int, *, shrink: bool = False) -> Counts:
     """Run some cases; with `shrink`, raise the smallest model that differs."""
 
-    def one(case: tuple[Net, Choice, Loop], first: int, counts: Counts) -> None:
+    def one(case: tuple[Net, Choice], first: int, counts: Counts) -> None:
         check(*case, interleavings, first, counts)
 
-    return _prove(loops.cases(features), one, cases, seed, interleavings, shrink)
+    drawn = st.tuples(nets.nets(lengths=True, numbers=True), nets.choices())
+    return _prove(drawn, one, cases, seed, interleavings, shrink)
 
 
 def prove_ranks(cases: int, seed: int, interleavings: int, *, shrink: bool = False) -> Counts:
@@ -231,20 +221,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--shrink", action="store_true", help="look for a smaller model that differs"
     )
-    parser.add_argument(
-        "--features", default=",".join(loops.FEATURES), help="of the loops that are drawn"
-    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     start = time.perf_counter()
     failed = False
-    features = tuple(filter(None, args.features.split(",")))
-    if unknown := set(features) - {*loops.FEATURES}:
-        parser.error(f"--features: {unknown} are none of {loops.FEATURES}")
     if args.cases:
-        interleavings, shrink = args.interleavings, args.shrink
-        counts = prove(args.cases, args.seed, interleavings, shrink=shrink, features=features)
+        counts = prove(args.cases, args.seed, args.interleavings, shrink=args.shrink)
         print("\n".join([*counts.found, str(counts)]))
         failed |= counts.mismatches > 0
     ranks = args.cases // 10 if args.ranks is None else args.ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import io
 import itertools
 import random
 import tempfile
@@ -15,22 +14,19 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from megacompile import megacompile
-from megacompile.errors import BackwardError, OptimizerError
+from megacompile import accumulate, megacompile
 from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.make_plan import make_plan
 from megacompile.plan import pipeline
 from megacompile.runtime.model.streamed import streamed_model
-from megacompile.runtime.params.proxies import StreamedParameter
-from tests import adversary, disks, loops, nets
-from tests.interrupts import Places, traced
-from tests.loops import Loop, Result
+from tests import adversary, disks, inside, nets
 from tests.nets import Choice, Net
 from tests.zoo import equal
 
-NO_LOOP = Loop()
+Result = dict[str, Tensor]
 
 
 class Drawn(Protocol):
@@ -38,7 +34,6 @@ class Drawn(Protocol):
 
     net: Net
     choice: Choice
-    loop: Loop
 
     @property
     def rounds(self) -> bool:
@@ -55,6 +50,8 @@ _NETS: dict[str, Callable[[Net], object]] = {  # what is counted of models
     "random numbers": lambda net: "dropout" in net.kinds,
     "two inputs": lambda net: net.second >= 0,
     "several outputs": lambda net: net.outputs,
+    "lengths that change": lambda net: len(set(net.rows)) > 1,
+    "numbers that change": lambda net: net.numbers,
 }
 
 
@@ -70,7 +67,6 @@ class Counts:
         net, choice = subject.net, subject.choice
         self.plans.add((net, choice))
         names = [name for name, has in _NETS.items() if has(net)]
-        names += [f"loops with {name}" for name in subject.loop.features(net)]
         names += ["updates in the backward"] * choice.in_backward
         names += ["updates in the backward from a disk"] * (choice.in_backward and choice.disk)
         names += ["buckets that live on the device"] * (choice.resident > 0)
@@ -131,15 +127,46 @@ def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
         yield
 
 
-def make_optimizer(model: Any, choice: Choice, rounds: bool) -> Any:
+def make_optimizer(model: Any, choice: Choice) -> Any:
     params = [p for p in model.parameters() if p.requires_grad]
     # A small eps, or a large step, would blow other rounding up where the gradient is all rounding
     # (a bias before a BatchNorm).
     if choice.optimizer == "adamw":
-        return torch.optim.AdamW(params, lr=0.01, eps=0.1 if rounds else 1e-8)
+        return torch.optim.AdamW(params, lr=0.01, eps=0.1 if choice.in_backward else 1e-8)
     if choice.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=0.01 if rounds else 0.1, momentum=0.9)
+        return torch.optim.SGD(params, lr=0.01 if choice.in_backward else 0.1, momentum=0.9)
     return None
+
+
+def train(model: Any, net: Net, choice: Choice, optimizer: Any, *, first: int = 0) -> Result:
+    """Two steps, or the backwards alone, from micro-batch `first` on; gives all that is seen."""
+    seen: Result = {}
+    for step in range(2 if optimizer is not None else 1):
+        start = first + step * choice.backwards
+        for which in range(start, start + choice.backwards):
+            marked = choice.in_backward and which + 1 < start + choice.backwards
+            streamed = marked and inside.is_streamed(model)
+            torch.manual_seed(which)
+            inputs = nets.data(net, which)
+            loss, values = model(**inputs, **nets.numbers(net, which))
+            total = loss
+            for value in values if net.in_loss else []:
+                total = total + value.square().sum()
+            with accumulate(model) if streamed else contextlib.nullcontext():
+                total.backward()
+            seen |= {f"{which}.out{i}": v.detach().clone() for i, v in enumerate([loss, *values])}
+            seen |= {f"{which}.{key}": value.detach().clone() for key, value in inputs.items()}
+            if (gradient := inputs["x"].grad) is not None:
+                seen[f"{which}.x.grad"] = gradient.clone()
+            seen[f"{which}.rng"] = torch.get_rng_state()
+        for name, param in model.named_parameters():
+            if param.grad is not None and not choice.in_backward:
+                seen[f"{step}.{name}.grad"] = param.grad.detach().clone()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    seen |= {name: param.detach().clone() for name, param in model.named_parameters()}
+    return seen | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def _param_bytes(model: torch.nn.Module) -> int:
@@ -195,24 +222,20 @@ def streamed(model: Any, choice: Choice, optimizer: Any, mesh: Any = None) -> ad
 class Subject:
     """A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
 
-    def __init__(self, net: Net, choice: Choice, counts: Counts, loop: Loop = NO_LOOP) -> None:
-        self.net, self.choice, self.loop, self.counts = net, choice, loop, counts
+    def __init__(self, net: Net, choice: Choice, counts: Counts) -> None:
+        self.net, self.choice, self.counts = net, choice, counts
         plain = nets.build(net)
-        self.wanted = loops.run(
-            plain, net, choice, loop, make_optimizer(plain, choice, self.rounds)
-        )
+        self.wanted = train(plain, net, choice, make_optimizer(plain, choice))
         torch.compiler.reset()
         self.model: Any = nets.build(net)
-        self.optimizer = make_optimizer(self.model, choice, self.rounds)
+        self.optimizer = make_optimizer(self.model, choice)
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
         self.device = streamed(self.model, choice, self.optimizer)
         self.rtol = 0.0
-        self._places: Places | None = None  # of a loop that is not interrupted
-        self._random = random.Random(loop.interrupt)
 
     @property
     def rounds(self) -> bool:
-        return self.choice.in_backward or self.loop.rounds(self.net)
+        return self.choice.in_backward
 
     def wrong(self, policy: adversary.Policy) -> list[str]:
         """What one interleaving gives that is not as it should be."""
@@ -222,72 +245,24 @@ class Subject:
             if self.choice.disk:
                 stack.enter_context(disks.harsh(rng))
                 stack.enter_context(disks.few_buffers(rng))
-            found = [] if self.loop.interrupt < 0 else self._interrupted()
-            self._reset()
-            try:
-                got = self._train()
-            except (BackwardError, OptimizerError):
-                if not self.loop.refused(self.choice):
-                    raise
-                self.counts.more["loops refused by an update in the backward"] += 1
-                return found + self._updated()
-        return found + differences(self.wanted, got, rtol=self.rtol)
+            got = self._train()
+        return differences(self.wanted, got, rtol=self.rtol)
 
     def to_program_order(self) -> list[str]:
         """Compare with this model in program order from now on; gives how the plain one differs."""
         self.rtol = 1e-5
         found = self.wrong(InOrder())
-        self._reset()
         with adversary.adversarial(), kept(lambda: self.choice, self.counts):
-            try:
-                self.wanted = self._train()
-            except (BackwardError, OptimizerError):
-                if not self.loop.refused(self.choice):
-                    raise
+            self.wanted = self._train()
         self.rtol = 0.0
         return found
 
     def _train(self) -> Result:
-        return loops.run(self.model, self.net, self.choice, self.loop, self.optimizer)
-
-    def _reset(self) -> None:
         self.model.load_state_dict(self.start)
         self.model.zero_grad()
         if self.optimizer is not None:
             self.optimizer.state.clear()
-
-    def _updated(self) -> list[str]:
-        """The parameters that were updated by a loop that was refused."""
-        now = {name: param.detach() for name, param in self.model.named_parameters()}
-        return [f"{name} was updated" for name in now if not equal(now[name], self.start[name])]
-
-    def _interrupted(self) -> list[str]:
-        """A loop that is interrupted somewhere; gives what is wrong with the model afterwards."""
-        if self._places is None:
-            for _ in range(2):  # the first compiles
-                self._places = Places()
-                self._stop_at(self._places)
-        assert self._places is not None
-        places = Places(self._places.any(self._random))
-        self._stop_at(places)
-        self.last = places
-        self.counts.more["loops interrupted"] += bool(places.stopped)
-        params = dict(self.model.named_parameters())
-        found = [f"{n} is a proxy" for n, p in params.items() if isinstance(p, StreamedParameter)]
-        if found:
-            raise AssertionError(f"interrupted at {places.stopped}: {found}")
-        try:
-            torch.save(self.model.state_dict(), io.BytesIO())
-        except OptimizerError as error:  # half of it is updated; it is loaded anew
-            if not self.choice.in_backward and "step() failed with Keyboard" not in str(error):
-                raise
-            self.counts.more["loops left half updated"] += 1
-        return found
-
-    def _stop_at(self, places: Places) -> None:
-        self._reset()
-        with contextlib.suppress(KeyboardInterrupt, BackwardError, OptimizerError), traced(places):
-            self._train()
+        return train(self.model, self.net, self.choice, self.optimizer)
 
 
 class InOrder(adversary.Policy):
@@ -297,11 +272,11 @@ class InOrder(adversary.Policy):
         return 2**16
 
 
-def plain_refuses(net: Net, choice: Choice, loop: Loop = NO_LOOP) -> bool:
+def plain_refuses(net: Net, choice: Choice) -> bool:
     """Does autograd refuse the plain model? (A value it needs was changed in place.)"""
     try:
         model = nets.build(net)
-        loops.run(model, net, dataclasses.replace(choice, in_backward=False), loop, None)
+        train(model, net, dataclasses.replace(choice, in_backward=False), None)
     except RuntimeError:
         return True
     return False

@@ -1,6 +1,6 @@
 """The proof on a few cases, and that it sees what it is there to see.
 
-`python -m tests.prove` draws thousands: models, plans, loops, interleavings.
+`python -m tests.prove` draws thousands: models, plans, interleavings.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import pytest
 from torch import fx
 
 from megacompile.ir import ops
-from tests import adversary, inside, loops, prove
+from tests import adversary, inside, prove
 from tests.draws import drawn
-from tests.loops import Loop
 from tests.nets import Choice, Net
 from tests.subject import Counts, InOrder, Subject
 
-ONCE = Net(  # each parameter is used once, so that every sum is the plain model's
-    kinds=("linear", "block", "gain"), hidden=8, calls=(0, 1, 2), outputs=(1,), in_loss=True
-)
 NET = Net(
     kinds=("linear", "block", "dropout", "batch norm", "linear"),
     hidden=8,
@@ -33,26 +29,10 @@ NET = Net(
     in_loss=True,
 )
 LATE = Net(kinds=("gain", "linear"), hidden=5, calls=(0, 1, 1), tied=((0, 1),))
-HOOKS = Loop(hooks=tuple((kind, k) for k, kind in enumerate(loops.HOOKS)))
-CASES = {  # what no cell of test_table.py has
-    "the user's gradients: autograd adds when the copy is done": (NET, Choice(), Loop(given=255)),
-    "a fetch that runs when the next schedule is on": (
-        *(LATE, Choice(lookahead=4, more_slots=1), Loop()),
-    ),
-    "two calls, whose sum is added at once": (ONCE, Choice(), Loop(twice=True, head=True)),
-    "parameters in the loss": (ONCE, Choice(), Loop(penalty=255, penalty_first=True, view=1)),
-    "hooks": (ONCE, Choice(), HOOKS),
-    "threads": (ONCE, Choice(), Loop(threads=True)),
-}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_case_is_the_plain_model_in_every_interleaving(name: str) -> None:
-    """What rounds differently is compared with program order."""
-    net, choice, loop = CASES[name]
-    subject = Subject(net, choice, Counts(), loop)
-    if subject.rounds:
-        assert subject.to_program_order() == []
+def test_a_fetch_that_runs_when_the_next_schedule_is_on() -> None:
+    subject = Subject(LATE, Choice(lookahead=4, more_slots=1), Counts())
     for seed in range(4):
         assert subject.wrong(adversary.Random(seed)) == [], seed
     assert subject.device.memory.poisoned > 0

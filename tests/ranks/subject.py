@@ -21,11 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from megacompile.ir.buckets import shard_shape
 from megacompile.ir.stream import Stream
-from tests import adversary, disks, loops, nets
-from tests.loops import Loop, Result
+from tests import adversary, disks, nets
 from tests.nets import Choice, Net
 from tests.ranks.interconnect import Interconnect, Mesh, local, total
-from tests.subject import Counts, InOrder, differences, kept, make_optimizer, streamed
+from tests.subject import (
+    Counts,
+    InOrder,
+    Result,
+    differences,
+    kept,
+    make_optimizer,
+    streamed,
+    train,
+)
 
 APART = 10  # numbers of micro-batches between those of one rank and the next
 RANKS = (2, 3, 4)
@@ -35,7 +43,6 @@ RANKS = (2, 3, 4)
 class Shared:
     net: Net
     choices: tuple[Choice, ...]  # of each rank; plans may differ in what no collective depends on
-    loop: Loop = Loop()
 
     @property
     def count(self) -> int:
@@ -63,21 +70,16 @@ def shared(draw: st.DrawFn) -> Shared:
             stored=draw(bits),
         )
         choices.append(other)
-    # numbers make gradients large, and what they are rounded by
-    able = not choice.in_backward and not net.numbers
-    loop = Loop(twice=able and draw(st.integers(0, 3)) == 3)
-    return Shared(net, tuple(choices), loop)
+    return Shared(net, tuple(choices))
 
 
 class Rank:
     """One rank: its model, plain or megacompiled, and what it trains with."""
 
-    def __init__(
-        self, case: Shared, rank: int, interconnect: Interconnect, *, rounds: bool, plain: bool
-    ) -> None:
+    def __init__(self, case: Shared, rank: int, interconnect: Interconnect, *, plain: bool) -> None:
         self.case, self.rank, self.interconnect = case, rank, interconnect
         self.model: Any = nets.build(case.net)
-        self.optimizer = make_optimizer(self.model, case.choice, rounds)
+        self.optimizer = make_optimizer(self.model, case.choice)
         self.plain = plain
         if plain:
             for name, param in self.model.named_parameters():
@@ -91,7 +93,7 @@ class Rank:
     def train(self) -> Result:
         case, first = self.case, self.rank * APART
         choice = case.choices[self.rank]
-        seen = loops.run(self.model, case.net, choice, case.loop, self.optimizer, first=first)
+        seen = train(self.model, case.net, choice, self.optimizer, first=first)
         if not self.plain:
             for stream in Stream:  # nobody leaves before its collectives are done
                 self.device.synchronize(stream)
@@ -120,7 +122,7 @@ class RankSubject:
 
     def __init__(self, case: Shared, counts: Counts) -> None:
         self.case, self.counts = case, counts
-        self.net, self.choice, self.loop = case.net, case.choice, case.loop
+        self.net, self.choice = case.net, case.choice
         self.interconnect = Interconnect(case.count)
         self.ranks = self._made(plain=True)
         self.wanted = self._run(0)
@@ -129,16 +131,13 @@ class RankSubject:
         self.rtol = 0.0
 
     def _made(self, *, plain: bool) -> list[Rank]:
-        numbers = range(self.case.count)
-        return [
-            Rank(self.case, rank, self.interconnect, rounds=self.rounds, plain=plain)
-            for rank in numbers
-        ]
+        ranks = range(self.case.count)
+        return [Rank(self.case, rank, self.interconnect, plain=plain) for rank in ranks]
 
     @property
     def rounds(self) -> bool:
-        """Is it equal to the plain ranks but for rounding? Of two calls, ranks average each."""
-        return self.choice.in_backward or self.loop.twice
+        """Is it equal to the plain ranks but for rounding?"""
+        return self.choice.in_backward
 
     @property
     def executed(self) -> int:

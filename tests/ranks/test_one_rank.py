@@ -251,7 +251,7 @@ CASES = {
 def test_ranks_train_as_plain_ones(name: str) -> None:
     subject = RankSubject(CASES[name], Counts())
     assert sum("grad" in key or "weight" in key for key in subject.wanted[0]) > 8
-    assert not subject.wanted[0]["0.total"].equal(subject.wanted[1]["10.total"]), "data of its own"
+    assert not subject.wanted[0]["0.out0"].equal(subject.wanted[1]["10.out0"]), "data of its own"
     rows = [rank.model.head.weight.to_local().shape[0] for rank in subject.ranks]
     assert rows == ([1, 1] if len(rows) == 2 else [1, 1, 0]), "two rows"
     if subject.rounds:

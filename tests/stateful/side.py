@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from megacompile import accumulate
-from tests.loops import child_writes, in_threads
+from tests.processes import in_child, in_threads
 from tests.stateful.wrapped import Lookahead, ScheduleFree
 from tests.training import through_file
 from tests.zoo import equal
@@ -519,7 +519,14 @@ class Side:
         return [[p.detach().clone(), p.grad] for p in other.parameters()]
 
     def fork(self) -> None:
-        child_writes(self.model)
+        """A child writes to all parameters."""
+
+        def write() -> None:
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.fill_(7.0)
+
+        in_child(write)
 
 
 def raise_planted(*args: Any) -> Any:

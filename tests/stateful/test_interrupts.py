@@ -18,7 +18,7 @@ from torch.func import functional_call
 from tests import inside
 from tests.draws import drawn
 from tests.interrupts import Places, traced
-from tests.loops import in_threads
+from tests.processes import in_threads
 from tests.zoo import WIDTH, assert_steps_same, batch, differences, step, twins
 
 LIBRARY: Any = torch  # its stubs do not know all of it

@@ -57,6 +57,7 @@ CONFIGS = {
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
     "planned": Config({"gpu_memory": 2**16}, late=True, anew=True, examples=3),
     "in backward": Config(in_backward=True, examples=8),
+    "offloaded": Config({"activations": "offload", "resident": 0}, late=True, adversarial=True),
 }
 
 
