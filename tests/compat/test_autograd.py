@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,17 +25,6 @@ from tests.processes import group_of_one
 
 def leaf(size: int = 3) -> Tensor:
     return torch.ones(size, requires_grad=True)
-
-
-def inside(look: Callable[[], Any], *, retain_graph: bool = False) -> Any:
-    """What `look` says within a backward."""
-    seen = []
-    w = leaf()
-    loss = (w * 2).sum()
-    w.register_hook(lambda gradient: seen.append(look()))
-    loss.backward(retain_graph=retain_graph)
-    (found,) = seen
-    return found
 
 
 def test_saved_tensors_hooks_are_off_and_come_back() -> None:
@@ -114,46 +103,6 @@ def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.grad is None for each in (stand_in, a)] == [True, False]
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-@pytest.mark.parametrize("hurried", [False, True])
-def test_a_node_runs_soon(hurried: bool) -> None:
-    order: list[str] = []
-    early, late = leaf().exp(), leaf().exp()  # the engine runs the later node first
-    for name, value in (("early", early), ("late", late)):
-        assert value.grad_fn is not None
-        value.grad_fn.register_hook(lambda *_, name=name: order.append(name))
-    if hurried:
-        assert early.grad_fn is not None
-        compat.run_soon(early.grad_fn)
-    (early + late).sum().backward()
-    assert order == (["early", "late"] if hurried else ["late", "early"])
-
-
-def test_compiled_autograd_is_seen() -> None:
-    assert inside(compat.in_compiled_autograd) is False
-    seen: list[bool] = []
-
-    class Asks(Twice):
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append(compat.in_compiled_autograd())
-            return gradient
-
-    loss = compat.apply(Asks, leaf()).sum()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        loss.backward()
-    assert True in seen
-
-
 def test_hooks_change_places() -> None:
     order: list[int] = []
     model = torch.nn.Linear(1, 1)
@@ -164,20 +113,6 @@ def test_hooks_change_places() -> None:
     assert order == [2, 1, 3, 0]
     hooks[3].remove()
     compat.move_hook(hooks[3], last=True)  # of what is gone
-
-
-@pytest.mark.parametrize("timeout_s", [None, 7.0])
-def test_a_group_of_one(timeout_s: float | None) -> None:
-    """The first word in a store stands. A group says how long it waits, and can be ended."""
-    with group_of_one(None if timeout_s is None else timedelta(seconds=timeout_s)):
-        one, other = (compat.store("ours", timeout_s=5) for _ in range(2))
-        assert one.compare_set("key", "", "first") == b"first"
-        assert other.compare_set("key", "", "second") == b"first"
-        assert not compat.store("others", timeout_s=5).check(["key"])
-        assert other.add("count", 1) == 1 and one.add("count", 1) == 2
-        assert one.delete_key("key") and not other.check(["key"])
-        found = compat.group_timeout_s(dist.group.WORLD, CPU)
-        assert found == (timeout_s or 1800, timeout_s is None)
 
 
 def test_a_group_of_gpus_serves_the_host() -> None:
@@ -234,21 +169,6 @@ CPU = torch.device("cpu")
 C10D: Any = dist  # whose stubs leave its stores out
 
 
-class Asks(nn.Module):
-    """Notes what `look` says within its forward."""
-
-    def __init__(self, look: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("scale", torch.ones(2))
-        self.look = look
-        self.seen: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.look())
-        return x * self.weight * self.scale  # type: ignore[operator]
-
-
 # --- modules
 
 
@@ -277,26 +197,6 @@ def test_sizes_of_a_frame_that_is_gone_are_forgotten() -> None:
         assert frame.__code__.co_name == "sized"
         del frame
     assert kinds == [Tensor, Tensor]  # and no torch.SymInt
-
-
-def test_what_modules_hold_is_found_at_once() -> None:
-    """Modules once, and in torch's order."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
-    model[2].register_forward_hook(print)
-    compat.set_compiled_call(model[0], print)
-    modules = compat.modules_of(model)
-    assert list(map(compat.compiled_call, modules)) == [None, print, None, None]
-    for found, each in (
-        (compat.holders(modules, "parameters"), compat.parameters_of),
-        (compat.holders(modules, "buffers"), compat.buffers_of),
-        (compat.holders(modules, "forward_hooks"), lambda m: m._forward_hooks),
-    ):
-        held: list[Any] = [holder for m in modules if (holder := each(m))]
-        assert len(found) == len(held) and all(a is b for a, b in zip(found, held, strict=True))
-    model.append(nn.ModuleList([model[0]]))
-    model.register_module("none", None)
-    model[3].add_module("up", model)  # a circle
-    assert compat.modules_of(model) == list(model.modules())
 
 
 # --- optimizers
@@ -332,69 +232,6 @@ def test_states_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- processes
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    with group_of_one():
-        yield
-
-
-def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = nn.parallel.DistributedDataParallel
-    monkeypatch.setattr(kind, "__init__", inspect.unwrap(kind.__init__))
-    checked: list[dict[str, Any]] = []
-    made: list[nn.Module] = []
-
-    def check(ddp: Any, given: dict[str, Any]) -> bool:
-        checked.append(given)
-        if given["module"] in made:
-            nn.Module.__init__(ddp)
-            ddp.mine = True
-        return given["module"] in made
-
-    compat.check_data_parallel(kind, check)
-    model = Asks(compat.ddp_around)
-    ddp = kind(model, bucket_cap_mb=1)
-    ddp(torch.ones(2))
-    model(torch.ones(2))
-    assert model.seen == [ddp, None]
-    assert [id(param) for param in compat.ddp_parameters(ddp)] == [id(model.weight)]
-    (given,) = checked
-    assert given["module"] is model and given["bucket_cap_mb"] == 1
-    made.append(model)
-    assert bool(kind(model).mine)
-
-
-def test_what_makes_ranks_equal_sends_no_parts(
-    group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[Any] = []
-    assert callable(vars(dist)["_broadcast_coalesced"]), "torch has it"
-    monkeypatch.setattr(dist, "_broadcast_coalesced", lambda _, found, *__: sent.append([*found]))
-    part, copy = torch.zeros(1), torch.ones(2)
-    for _ in range(2):
-        compat.send_no_parts(lambda tensor: tensor is part)
-    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined, unused-ignore]
-    broadcast(dist.group.WORLD, [part, copy], 1 << 20, 0)
-    broadcast(dist.group.WORLD, [part], 1 << 20, 0)
-    assert [[each is copy for each in tensors] for tensors in sent] == [[True]]
-
-
-def test_collectives_are_asked_for(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = "all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single broadcast"
-    names += " gather recv reduce reduce_scatter reduce_scatter_tensor scatter send"
-    for name in names.split():
-        for module in (dist, dist.distributed_c10d):
-            function = getattr(module, name)
-            stock = function.__wrapped__ if hasattr(function, "of_megacompile") else function
-            monkeypatch.setattr(module, name, stock)
-    asked: list[Any] = []
-    compat.ask_before_collectives(asked.append)
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    dist.broadcast(tensor, src=0)
-    assert len(asked) >= 2 and all(each is tensor for each in asked)
 
 
 class Mark:

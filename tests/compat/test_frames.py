@@ -24,34 +24,6 @@ def eager(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
     return module.forward
 
 
-def broken(x: Tensor) -> Tensor:
-    y = x + 1
-    torch._dynamo.graph_break()
-    return y * 2
-
-
-def in_a_loop(x: Tensor) -> Tensor:
-    for _ in range(2):
-        x = x + 1
-        torch._dynamo.graph_break()
-    return x
-
-
-@pytest.mark.parametrize("function", [broken, in_a_loop])
-def test_graph_breaks_are_noted_with_their_line(function: Callable[[Tensor], Tensor]) -> None:
-    compat.note_uncaptured()
-    compat.note_uncaptured()  # once
-    before = compat.uncaptured()
-    torch.compile(function, backend=eager)(torch.ones(2))
-    assert compat.uncaptured() == before + 1
-    found: compat.Uncaptured = next(iter(compat.graph_breaks()))
-    first = function.__code__.co_firstlineno
-    assert found.file == __file__ and found.function == function.__name__
-    assert found.line == first + (2 if function is broken else 3)
-    assert found.why and "\n" not in found.why
-    assert "gracefully" not in found.why, "the reason, not that a function is skipped"
-
-
 def test_what_cannot_be_traced_is_skipped_behind_lines_that_have_run() -> None:
     """Within calls of the code that is named; the third time in a row, for good."""
 

@@ -6,31 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from megacompile import compat
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 aten = torch.ops.aten
-
-
-def test_users_of_a_storage_are_counted_exactly() -> None:
-    tensor = torch.zeros(4)
-    assert compat.storage_users(tensor) == 1
-    view, detached = tensor[1:], tensor.detach()
-    assert [compat.storage_users(each) for each in (tensor, view, detached)] == [3, 3, 3]
-    storage = tensor.untyped_storage()
-    assert compat.storage_uses([storage]) == [4]  # for this count it is one
-    assert compat.storage_users(tensor) == 3  # Python's object of the storage is none
-    del storage, view
-    param = torch.nn.Parameter(detached)
-    assert compat.storage_users(tensor) == 3
-    param.data = torch.ones(2)
-    assert [compat.storage_users(each) for each in (tensor, param)] == [2, 1]
-    value = torch.ones(4, requires_grad=True).exp()
-    assert compat.storage_users(value) == 2  # its own node has saved it, as another tensor
-    value.sum().backward()
-    assert compat.storage_users(value) == 1
 
 
 @pytest.mark.gpu
@@ -61,25 +42,6 @@ def test_whose_memory_it_is() -> None:
     storage = compat.own_storage(turned)
     assert (storage.data_ptr(), storage.nbytes()) == (turned.data_ptr(), 24)
     assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
-
-
-def test_versions_count_changes_in_place() -> None:
-    tensor = torch.zeros(4)
-    before = compat.version(tensor)
-    assert list(map(compat.version, [tensor])) == [before]
-    tensor[1:].add_(1)
-    tensor.detach().add_(1)
-    tensor.data.add_(1)  # on purpose, nobody is told
-    assert compat.version(tensor) == before + 2
-    targets, values = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-    compat.FOREACH_COPY(targets, values)
-    assert all(map(torch.equal, targets, values)) and min(list(map(compat.version, targets))) > 0
-    mean, variance = torch.zeros(4), torch.ones(4)
-    x = torch.randn(3, 4) + 1
-    assert set(compat.COUNT_NO_VERSION) == {nn.functional.batch_norm, torch.batch_norm}
-    nn.functional.batch_norm(x, mean, variance, training=True)
-    torch.batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5, False)
-    assert mean.any() and list(map(compat.version, [mean, variance])) == [0, 0]
 
 
 class Listening(Tensor):
@@ -154,24 +116,6 @@ def test_what_an_operator_writes() -> None:
     assert compat.written(aten.add.Tensor, (a, b), {}) == []
 
 
-def test_what_is_called_on_lists_of_gradients() -> None:
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    listening = [torch.ones(2).as_subclass(Listening) for _ in params]
-    for param, gradient in zip(params, listening, strict=True):
-        param.grad = gradient
-    Listening.asked.clear()
-    torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
-    torch.optim.SGD(params, foreach=True).zero_grad(set_to_none=False)
-    every = {compat.FOREACH_NORM, compat.FOREACH_MUL, compat.FOREACH_ZERO}
-    assert every <= set(Listening.asked)
-    # counters of other dtypes than the number's stay what they are
-    counters = [torch.tensor(2, dtype=d) for d in (torch.float32, torch.float64, torch.int64)]
-    before = [(id(counter), counter.dtype) for counter in counters]
-    compat.FOREACH_ADD(counters, torch.tensor(1), alpha=1)
-    assert [float(counter) for counter in counters] == [3.0] * 3
-    assert [(id(counter), counter.dtype) for counter in counters] == before
-
-
 # --- devices
 
 
@@ -184,77 +128,3 @@ def test_the_memory_and_streams_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
     )  # what it is told: tests/unit/test_host_memory.py
     assert callable(torch._C._accelerator_setAllocatorSettings)
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
-
-
-def test_an_operator_that_takes_tensors_for_numbers() -> None:
-    made = compat.taking_tensors(aten.addcmul.default, ("value",))
-    x, half = torch.arange(4.0), torch.tensor(0.5, dtype=torch.float64)
-    assert torch.equal(made(x, x, x, half), torch.addcmul(x, x, x, value=0.5))
-    assert made is compat.taking_tensors(aten.addcmul.default, ("value",))
-    with compat.fake_mode():
-        fake = torch.empty(4)
-        shape = made(fake, fake, fake, torch.empty((), dtype=torch.float64)).shape
-    assert shape == (4,)
-    random = compat.taking_tensors(aten.bernoulli.p, ("p",))
-    assert torch.Tag.nondeterministic_seeded in random.tags
-    assert compat.taking_tensors(aten.mul_.Tensor, ("other",)) is None  # changes its argument
-    assert compat.taking_tensors(torch.relu, ()) is None
-    graph = torch.fx.Graph()
-    graph.call_function(made, (graph.placeholder("x"),))
-    assert compat.taken_tensors(graph) == [("aten::addcmul", ("value",))]
-    compat.define_taking("aten::addcmul", ("value",))  # as in another process: it is there
-
-
-class _Like(torch.Tensor):
-    pass
-
-
-def test_clipping_takes_a_class_as_plain_when_it_is_told_so() -> None:
-    from torch.utils import _foreach_utils
-
-    before = [*_foreach_utils._foreach_supported_types]
-    try:
-        compat.take_as_plain(_Like)
-        compat.take_as_plain(_Like)
-        assert _foreach_utils._foreach_supported_types == [*before, _Like]
-        like = torch.ones(2).as_subclass(_Like)
-        assert _foreach_utils._has_foreach_support([like], torch.device("cpu"))
-    finally:
-        _foreach_utils._foreach_supported_types[:] = before
-
-
-def test_dynamo_asks_classes_where_they_are_shown() -> None:
-    class Shown(nn.Parameter):
-        """Shows itself as a plain parameter."""
-
-    builder: Any = torch._dynamo.variables.builder.VariableBuilder
-    builder._type_dispatch()  # of what was compiled before
-    compat.show_classes(Shown)
-    assert builder._type_dispatch()[nn.Parameter] == builder.wrap_tensor
-    tensors = torch._dynamo.variables.tensor.TensorVariable
-    builtin = torch._dynamo.variables.builtin.BuiltinVariable
-    methods = tensors.python_type, tensors.var_getattr, builder.wrap_tensor, builtin.call_type
-    for method in methods:
-        assert hasattr(method, "__wrapped__"), method
-
-
-def test_arguments_of_operators_are_mapped_as_trees_are() -> None:
-    """Through nested lists, tuples and names. What is no ATen operator may be given any class."""
-    x, y = torch.ones(1), torch.zeros(1)
-    given = ((x, [x, (y, None)], [[x]], 3), {"other": [y]})
-    for func in (torch.ops.aten.cat.default, torch.cat):
-        assert compat.map_values(id, func, given) == compat.tree_map(id, given)
-    named = torch.ones(2, 2).max(0)
-    doubled = compat.map_values(lambda v: v * 2, torch.ops.aten.max.dim, named)
-    assert type(doubled) is type(named) and torch.equal(doubled.values, named.values * 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_products_are_added_to_a_wider_sum(dtype: torch.dtype) -> None:
-    """Rounded once, also where nothing is read of the first sum."""
-    torch.manual_seed(0)
-    a, b = torch.randn(4, 3).to(dtype), torch.randn(3, 5).to(dtype)
-    total = torch.full((4, 5), float("nan"))
-    compat.add_product(total, a, b, first=True)
-    compat.add_product(total, a, b)
-    torch.testing.assert_close(total, 2 * (a.float() @ b.float()))

@@ -30,30 +30,6 @@ def targets(module: fx.GraphModule) -> list[Any]:
     return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.parametrize(("native", "training"), [(False, True), (True, True), (True, False)])
-def test_what_cudnns_operator_changes_is_a_value(native: bool, training: bool) -> None:
-    """(output, means, variances) of a trace."""
-
-    normed_by_cudnn: Any = torch.cudnn_batch_norm
-
-    def normed(primals: Any, tangents: Any) -> Any:
-        with compat.functional_mode(native=native):
-            x, weight, bias, *statistics = map(compat.to_functional, primals)
-            y = normed_by_cudnn(x, weight, bias, *statistics, training, 0.1, 1e-5)[0]
-            return [compat.from_functional(value) for value in (y, *statistics)]
-
-    with compat.fake_mode():
-        primals = [torch.empty(4, 8, 5, 5), *(torch.empty(8) for _ in range(4))]
-    module = compat.trace(normed, primals, [], {})
-    outputs: Any = module.graph.output_node().args[0]
-    changed = [node for node in outputs[1:] if node.op != "placeholder"]
-    assert len(changed) == (2 if training else 0)
-    functional = (
-        aten._native_batch_norm_legit_functional.default if native else compat.CUDNN_BATCH_NORM
-    )
-    assert targets(module)[0] is (functional if training else aten.cudnn_batch_norm.default)
-
-
 @pytest.mark.parametrize(("width", "wanted"), [(128, True), (0, False)])
 def test_images_that_inductor_lays_out_with_their_channels_last(width: int, wanted: bool) -> None:
     """It does on a CPU too, and follows pools, whose operators it has."""
@@ -220,25 +196,6 @@ def test_vector_instructions_are_tried_in_one_process_of_several(
 ROWS = sympy.Symbol("n0", integer=True, positive=True)
 
 
-def test_tracing_with_symbols() -> None:
-    """Operations with them are not remembered."""
-    assert compat.symbols_now() is None
-    fakes, remembered = compat.SymbolicFakes({ROWS: 12}), FakeTensorMode.cache_info()
-    with fakes, compat.real_strides():
-        assert compat.symbols_now() is fakes
-        n = fakes.number(ROWS)
-        x = torch.empty(n, 4).t() @ torch.empty(n, 4)
-        long = torch.nn.functional.pad(torch.empty(4, n), (0, 1))
-    assert x.shape == (4, 4) and FakeTensorMode.cache_info() == remembered
-    assert compat.is_number(n)
-    assert compat.fakes_of(n) is fakes
-    assert compat.expression_of(long.shape[1]) == (13, ROWS + 1)
-    assert fakes.holds(40)
-    assert bool(n < 20)
-    assert not fakes.holds(40)
-    assert not issubclass(compat.UntraceableSymbols, RuntimeError)
-
-
 def test_a_scaled_image_keeps_its_symbols() -> None:
     """Each operator that scales gives what its C++ gives for numbers."""
     fakes = compat.SymbolicFakes({ROWS: 9})
@@ -338,16 +295,6 @@ def test_who_relies_on_a_relation_or_a_size_is_noted() -> None:
     assert fakes.number(ROWS) == 12
     fakes.note_guards(lambda: "the second")
     assert fakes.broken([16]).startswith("the first relies on ") and not fakes.has_floats
-
-
-def test_powers_of_negative_numbers() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output(tuple(graph.call_function(operator.pow, (base, x)) for base in (-1, -0.5, 2)))
-    compat.write_powers()
-    for exponent in (0, 2, 3, -2):
-        expected = tuple(base**exponent for base in (-1, -0.5, 2))
-        assert fx.GraphModule(nn.Module(), graph)(exponent) == expected
 
 
 def test_the_python_of_a_module_is_written_when_it_is_called(

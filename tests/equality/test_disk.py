@@ -280,19 +280,6 @@ def test_a_step_moves_the_bytes_that_the_plan_says(tmp_path: Path, options: Any)
         before = after
 
 
-def test_states_move_between_the_host_and_the_disk(tmp_path: Path) -> None:
-    """In the step behind the call that a plan moves them in."""
-    (plain, wanted), (model, optimizer) = (trained(at) for at in (None, tmp_path))
-    buckets = list(inside.buckets(model).values())
-    names = [bucket.layout.name for bucket in buckets]
-    for k, on_disk in enumerate((names[::2], names[1::2]), 4):
-        inside.want(model, on_disk=on_disk)
-        for each in ((plain, wanted), (model, optimizer)):
-            run(*each, k + 1, k)
-        assert [b.layout.name for b in buckets if b.states.on_disk()] == on_disk
-        assert_same(values((model, optimizer)), values((plain, wanted)))
-
-
 def test_what_is_frozen_is_never_written(tmp_path: Path) -> None:
     model, optimizer = trained(tmp_path, adapters=True, **WEIGHTS)
     staging: Any = inside.machine(model).staging

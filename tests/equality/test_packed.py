@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megacompile import ModelError, megacompile, schedules, unmegacompile
 from tests import inside, quantized
-from tests.equality.nets import Applies
 from tests.quantized import OWN, Int8, Packed, PackedLinear
 
 IDS = torch.arange(16).view(2, 8)
@@ -139,31 +138,6 @@ def test_with_compute_dtype_packed_parts_keep_theirs(kind: str) -> None:
             if place.packed:
                 assert place.dtype == bucket.params[i].dtype
                 assert bucket.streamed[i] is bucket.values[i]
-
-
-def one_of_the_heads(m: Any, x: Tensor, task: int, times: int) -> Tensor:
-    """A packed head for each task, and a number behind it among the inputs of a graph."""
-    weight = m.heads[task]
-    torch._dynamo.graph_break()
-    y: Tensor = nn.functional.linear(m.scale.square(), weight) * times * x
-    more = times * 3  # a number that the graph gives back
-    torch._dynamo.graph_break()
-    return y * more
-
-
-def test_each_packed_parameter_that_is_an_argument_is_itself() -> None:
-    torch.manual_seed(0)
-    heads = [quantized.wrapped(nn.Linear(8, size)).weight for size in (1, 3, 1, 3)]
-    scale = nn.Parameter(torch.rand(8))
-    plain: Any = Applies(one_of_the_heads, heads=nn.ParameterList(heads), scale=scale)
-    model = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
-    for task, times in ((0, 1), (1, 2), (2, 5), (3, 1), (1, 5), (0, 2)):
-        mine, theirs = (each(torch.tensor(0.5), task, times) for each in (plain, model))
-        mine.sum().backward()
-        theirs.sum().backward()
-        assert torch.equal(mine, theirs), (task, times)
-    assert plain.scale.grad is not None and model.scale.grad is not None
-    assert torch.equal(plain.scale.grad, model.scale.grad)
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import io
 import platform
 import re
-import sys
 import textwrap
 from types import FrameType
 from typing import Any
@@ -182,24 +180,3 @@ def test_what_parameters_leave_goes_back_to_the_system() -> None:
 
 
 # Progress.
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_for_terminals_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager stages are traced at once; a bar would only flicker."""
-    for terminal, progress, shown in (
-        (io.StringIO, None, False),
-        (Terminal, None, True),
-        (io.StringIO, True, True),
-        (Terminal, False, False),
-    ):
-        stderr = terminal()
-        monkeypatch.setattr(sys, "stderr", stderr)
-        megacompile(stack()[0], device="cpu", lowering="eager", progress=progress)
-        text = stderr.getvalue()
-        assert ("moving parameters to the host" in text) is shown and bool(text) is shown
-        assert "compiling stages" not in text

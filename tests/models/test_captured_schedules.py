@@ -8,19 +8,17 @@ short stages run as one, train as the plain model does.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from megacompile import explain, megacompile, schedules
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from tests import inside
 from tests.capturing import Counting, Net, capture, differentiated
 from tests.planned import passed, rows
@@ -97,41 +95,6 @@ def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits()
     schedule = build(graphs, {0, 1}, keep_last=False)
     assert any(name.endswith("_old_host") for name in on_host(schedule))
     assert ops.actions(schedule.forward).count("SNAPSHOT") == 3
-
-
-def test_device_memory_does_not_grow_with_depth() -> None:
-    """Neither at the boundary nor at its peak; recomputed from the device it does."""
-    graphs = [differentiated(capture(Net(Net.chain, depth=depth), X)) for depth in (6, 12)]
-
-    def sizes(activations: str) -> list[tuple[int, ...]]:
-        schedules = [passed(each, activations=activations, lookahead=1) for each in graphs]
-        return [(_held(s), *map(_peak_bytes, s.graphs.values())) for s in schedules]
-
-    less, more = sizes("offload")
-    assert less == more
-    less, more = sizes("recompute")
-    assert less[0] < more[0]
-
-
-def _held(schedule: Schedule) -> int:
-    """Device bytes of what the forward hands to the backward."""
-    _, saved_values = ops.returned(schedule.forward)
-    there = (n for n in saved_values if n.op != "placeholder" and n.target is not ops.offload_saved)
-    return sum(tensors_bytes(node.meta.get("value")) for node in there)
-
-
-def _peak_bytes(graph: fx.Graph) -> int:
-    """The most activations that are alive at once on the device, by the schedule's lifetimes."""
-    alive: dict[fx.Node, int] = {}
-    peak = 0
-    for node in graph.nodes:
-        if node.target is ops.free:
-            alive.pop(ops.arguments(node)[0], None)
-        elif node.target in (operator.getitem, ops.alloc_saved, ops.snapshot):
-            value = node.meta.get("value")
-            alive[node] = value.size_bytes if isinstance(value, TensorMeta) else 0
-        peak = max(peak, sum(alive.values()))
-    return peak
 
 
 needs_compiler = pytest.mark.skipif(

@@ -114,24 +114,6 @@ def test_gradients_of_steps_and_their_sum(tied: bool, bias: bool, frozen: bool) 
     assert not is_chunked(whole), "what the assertion above would find"
 
 
-def test_options_of_the_loss_and_counts_of_tokens() -> None:
-    plain, streamed = twins(Decoder(bias=True))
-    step(plain, streamed, ids(), scale=7.0, label_smoothing=0.1)
-    options: Any = {"reduction": "sum", "label_smoothing": 0.3, "ignore_index": 5}
-    step(plain, streamed, ids(), scale=7.0, **options)
-    assert is_chunked(streamed)
-    for length in (1, 7, 255):  # as symbols
-        step(plain, streamed, ids(batch=1, length=length), reduction="sum")
-    same = torch.full((BATCH, LENGTH), 5)
-    for model in (plain, streamed):
-        model.zero_grad()
-        loss = model(same, ignore_index=5)  # every token
-        assert loss.isnan()
-        loss.backward()
-    for p, q in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert torch.equal(q.grad, p.grad) and not p.grad.any()
-
-
 def test_half_precision() -> None:
     """In autocast, and of fp32 masters that the backward updates: the bf16 weight gradient."""
     plain, streamed = twins(Decoder())

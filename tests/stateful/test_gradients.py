@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacompile import explain, megacompile
+from megacompile import explain
 from tests import inside
 from tests.stateful.late import failing, may_fail
 from tests.zoo import Tower, assert_same, equal, twins
@@ -319,24 +319,3 @@ def test_a_closure_has_gradients_wherever_step_is_called(resident: Any) -> None:
             for _ in range(2):
                 assert optimizer.step(closure).requires_grad
     assert all(map(equal, plain.parameters(), model.parameters()))
-
-
-def test_parameters_of_a_bucket_round_with_numbers_of_their_own() -> None:
-    torch.manual_seed(0)
-    ones = nn.ParameterList(torch.ones(512, dtype=torch.bfloat16) for _ in range(2))
-    model = megacompile(Summed(ones), device="cpu", stochastic_rounding=True, lowering="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model().backward()
-    optimizer.step()
-    a, b = (p.detach() for p in model.parameters())
-    assert a.unique().tolist() == b.unique().tolist() and len(a.unique()) == 2
-    assert not torch.equal(a, b)
-
-
-class Summed(nn.Module):
-    def __init__(self, given: nn.ParameterList) -> None:
-        super().__init__()
-        self.given = given
-
-    def forward(self) -> Tensor:
-        return torch.stack([p.float().sum() for p in self.given]).sum()

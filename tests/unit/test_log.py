@@ -236,6 +236,9 @@ def test_the_first_step_says_what_it_waits_for(
     with caplog.at_level(INFO, "megacompile.time"):
         one_step(progress=False)
     assert terminal() == []
+    sys.stderr = io.StringIO()
+    one_step(progress=True)  # which is asked for
+    assert "moving parameters to the host" in sys.stderr.getvalue()
     took = [record.getMessage() for record in caplog.records if record.name == "megacompile.time"]
     names = [text.partition(" took ")[0] for text in took]
     assert FIRST[0] in names and {*names} <= {*FIRST, *SHORT}, names

@@ -30,7 +30,6 @@ from megacompile.runtime.params.gradient_guards import (  # type: ignore[attr-de
     GuardState,
     is_taken,
     is_unsummed,
-    lazy_of,
     leave_unsummed,
     take,
 )
@@ -291,12 +290,6 @@ def lazy() -> Tensor:
     return gradient
 
 
-def folded() -> Tensor:
-    gradient = plain()
-    GradientGuard(gradient, GuardState.FOLDED, "p")
-    return gradient
-
-
 def of_parameter(mark: Callable[[nn.Parameter, str], None]) -> Tensor:
     param = nn.Parameter(torch.zeros(2))
     param.grad = plain()
@@ -318,42 +311,6 @@ def is_plain(gradient: Tensor) -> bool:
 
 def norms(tensors: list[Tensor], order: float = 2) -> list[float]:
     return [norm.item() for norm in compat.FOREACH_NORM(tensors, order)]
-
-
-def test_a_lazy_gradient_answers_with_recorded_norms_until_it_is_used() -> None:
-    gradient = lazy()
-    assert torch.linalg.vector_norm(gradient).item() == 50
-    assert norms([gradient, lazy()], math.inf) == [40, 40]
-    compat.FOREACH_MUL([gradient], torch.tensor(-0.5))
-    assert norms([gradient]) == [25] and not is_plain(gradient)
-    assert gradient.tolist() == [-1.5, -2] and is_plain(gradient)
-    assert torch.linalg.vector_norm(gradient).item() == 2.5
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda gradient: torch.linalg.vector_norm(gradient, 1),
-        lambda gradient: torch.linalg.vector_norm(x=gradient),
-        lambda gradient: compat.FOREACH_NORM([gradient, plain()]),
-        lambda gradient: compat.FOREACH_MUL([gradient, plain()], 1.0),
-    ],
-)
-def test_what_is_not_known_of_a_lazy_gradient_makes_it_plain(ask: Callable[[Tensor], Any]) -> None:
-    gradient = lazy().mul_(0.5)
-    ask(gradient)
-    assert is_plain(gradient) and gradient.tolist() == [1.5, 2]
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_folded_gradient_notes_one_factor_and_has_norms_of_its_own(by_name: bool) -> None:
-    gradient, other = folded(), plain()
-    assert norms([gradient, other]) == [5, 5]
-    compat.FOREACH_MUL([gradient, other], torch.tensor(2.0))
-    who = lazy_of(gradient)
-    assert who is not None and who.factor is not None and other.tolist() == [6, 8]
-    norm = torch.linalg.vector_norm
-    assert (norm(x=gradient) if by_name else norm(gradient)).item() == 10 and is_plain(gradient)
 
 
 def test_a_taken_gradient_is_served_among_others() -> None:

@@ -262,15 +262,6 @@ def test_the_order_of_graphs() -> None:
     assert timeline.total_s == 6.0
 
 
-def test_an_edge_that_points_backward_orders_nothing() -> None:
-    """As in verify."""
-    made = Graph()
-    first = made.prefetch(0, 1.0)
-    second = made.compute(first, 1.0)
-    first.kwargs = {"after": (second,)}
-    assert simulate(Schedule("loop", made.done(), None, ()), UNIT).total_s == 1.5
-
-
 # --- real schedules
 
 

@@ -13,7 +13,6 @@ import gc
 import itertools
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +27,6 @@ from torch.optim import AdamW
 from megacompile import accumulate, megacompile
 from megacompile.ir import ops
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.replay import CudaGraphs, Replay
 from megacompile.runtime.device.streams import Handle, Streams
 from tests import inside
@@ -398,12 +396,3 @@ def test_a_capture_that_fails_leaves_no_trace() -> None:
         later, result = graphs.capture(lambda inputs: [inputs[0] * 2], [x], leaves=leaves)
         later()
         assert result[0] is not None and result[0].equal(2 * x)
-
-
-def test_a_job_that_raises_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", seen.append)
-    thread, done = Background("of-a-test"), threading.Event()
-    thread.submit(lambda: [][0])
-    thread.submit(done.set)
-    assert done.wait(30) and seen[0].exc_type is IndexError

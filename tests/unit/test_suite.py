@@ -269,32 +269,3 @@ def test_every_message_is_in_the_page() -> None:
     found = messages({str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in files().values()})
     assert len(found) > 100 and set(SAID) <= set(found.values())
     assert missing(found, PAGE.read_text()) == []
-
-
-def test_messages_are_read_from_the_source() -> None:
-    source = """
-class Own(OptionError): pass
-class Other(ValueError): pass
-def why(): return f"the reason is {x} or so, and more"
-def f():
-    raise Own(f"got {x!r} of "
-              f"{y}; needed more than two")
-    raise Other("is not for users at all")
-    raise AssertionError("is a bug and nothing else")
-    raise OptionError(why())
-    warnings.warn("one two " + three, stacklevel=2)
-    self._say("a b c")
-    notices.warn_once("subject", "d e f", of=self)
-    raise OptionError(f"{x}: {y}")
-"""
-    found = messages({"m.py": ast.parse(source)})
-    said = "got ... of ...; needed more than two"
-    reason = "the reason is ... or so, and more"
-    assert set(found) == {said, reason, "one two ...", "a b c", "d e f", "...: ..."}
-    shown = {message: words for message in found if (words := first_words(message))}
-    assert shown == {said: said, reason: reason}
-    found = {f"...: {said}": "m.py:1", "one two three": "m.py:2"}
-    assert missing(found, f"| `{said.replace('more than', 'more` than')} |") == [
-        "m.py:2: one two three"
-    ]
-    assert missing(found, "`one two three`") == [f"m.py:1: {said}"]

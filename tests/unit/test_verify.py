@@ -237,31 +237,6 @@ def test_it_ends_on_values_that_are_made_of_one_another() -> None:
     assert HazardKind.LOST in {hazard.kind for hazard in hazards(schedule)}
 
 
-def test_memory_lives_as_long_as_one_of_its_names() -> None:
-    """A buffer, the value fetched into it and the sum over that share one memory."""
-    schedule = built(accumulate=True)
-    graph = schedule.graphs["backward"]
-    frees = [free_of(graph, name) for name in ("buf_g2", "h2", "sum2")]
-    find(schedule, "backward", "2FETCH_GRAD").append(frees[0])  # while it is being filled
-    find(schedule, "backward", "2OFFLOAD_GRAD").append(frees[2])  # while it is being read
-    frees[1].kwargs = frees[2].kwargs
-    frees[2].kwargs = {}
-    find(schedule, "backward", "1OFFLOAD_GRAD").append(frees[1])
-    assert hazards(schedule) == []
-    frees[1].kwargs = {}
-    assert said(schedule) == ["freed too early: backward 2OFFLOAD_GRAD, FREE"]
-
-
-def test_what_is_deferred_lives_until_its_copy_is_done() -> None:
-    """Another name of the memory may be freed after the deferred free."""
-    schedule = built(update=True)
-    graph = schedule.graphs["backward"]
-    graph.output_node().prepend(free_of(graph, "s0"))
-    assert hazards(schedule) == []
-    free_of(graph, "new0").kwargs = {}
-    assert said(schedule) == ["freed too early: backward 0OFFLOAD_STATE, FREE"]
-
-
 def test_a_drain_is_safe_wherever_it_is() -> None:
     """It frees memory that an earlier graph deferred, which has no name here."""
     for name in ("forward", "backward"):
