@@ -58,8 +58,8 @@ def run(
 ) -> None:
     """Launch the kernel of a rule."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        maps = blockwise.tables(device)
         for one in each:
+            maps = blockwise.tables(device) if torch.uint8 in one.signature.states else None
             at_once = device.type == "cpu"  # Triton's interpreter
             table, hyper = one.split(one.packed if at_once else fetch(one.packed, device))
             _update[(len(one.blocks),)](
