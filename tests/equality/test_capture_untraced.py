@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megacompile import BackwardError, megacompile
 from tests import inside
 from tests.equality import nets
 from tests.equality.nets import Applies, assert_alike, trained
@@ -303,27 +302,3 @@ def test_how_a_packed_parameter_is_put_together_is_part_of_the_key() -> None:
             model.others[1].requires_grad_(is_trained)
         for i in (0, 1, 0):
             assert_alike(models, trained(torch.ones(2, 4), i))
-
-
-class Viewed(nn.Module):
-    """Uncaptured: it multiplies by a view of a parameter, of which the backward makes another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 4))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.gain.expand(len(x), 4).t()).sum()
-
-
-@pytest.mark.filterwarnings("ignore:megacompile")
-def test_a_parameter_that_changes_before_the_backward_of_a_view() -> None:
-    model = megacompile(Viewed(), device="cpu", lowering="eager")
-    x = torch.ones(3, 4, requires_grad=True)
-    loss = model(x)
-    model.gain.detach().mul_(0.5)
-    with pytest.raises(BackwardError):
-        loss.backward()
-    model(x).backward()
-    assert x.grad is not None and torch.equal(x.grad[0], 3 * model.gain.detach())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from megacompile import megacompile, schedules, trace
-from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from tests import inside, zoo
 from tests.zoo import Stack, batch, loss_of, twins
@@ -247,27 +245,3 @@ def test_training_gives_the_slots_back_and_evaluation_takes_them_again() -> None
         assert both.forward() == ALL
         made.append([id(executor) for executor in inside.executors(both.model)])
     assert made[2] == made[1], "nothing is compiled anew"
-
-
-def test_what_is_proved_of_it() -> None:
-    """A forward takes what the one before left there, and leaves the same for the next."""
-    model = megacompile(net(), progress=False, slots=5)
-    with torch.no_grad():
-        model(X)
-        model(X)
-    (schedule,) = schedules(model)
-    staying = ops.nodes_of(schedule.forward, ops.reuse)
-    inside.prove(schedule)
-    with pytest.raises(ScheduleError):
-        inside.prove(replace(schedule, reused=schedule.reused[1:]))
-    filled = schedule.copy()
-    slot = ops.arguments(ops.nodes_of(filled.forward, ops.reuse)[0])[1]
-    ops.nodes_of(filled.forward, ops.prefetch)[-1].update_arg(1, slot)
-    with pytest.raises(ScheduleError):
-        inside.prove(filled)
-    model(X).sum().backward()
-    trained = next(each for each in schedules(model) if each.backward is not None).copy()
-    ops.nodes_of(trained.forward, ops.prefetch)[0].target = ops.reuse
-    with pytest.raises(ScheduleError):
-        inside.prove(trained)
-    assert staying

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import while_loop
 
 from megacompile import megacompile
-from megacompile.errors import BackwardError, ModelError
+from megacompile.errors import ModelError
 from tests import inside
 from tests.equality.nets import in_a_row
 from tests.inside import buckets
@@ -330,22 +330,6 @@ def test_data_that_nobody_else_holds_is_taken_over_in_silence() -> None:
         step(model, {k: v.double() for k, v in batch().items()})
 
 
-def test_dtypes_change_and_devices_do_not() -> None:
-    """What is applied to parameters sees them; that a device is left out is said once."""
-    plain, model = twins(stack()[0])
-    for each in (plain, model):
-        each.half()
-        each.float()
-    assert_same(plain, model)
-    assert model.to("cpu") is model
-    with told_of("host memory", 1):
-        model.to("meta", torch.float64)
-        model.to("meta")
-    plain.double()
-    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.float64)}
-    both_step(plain, model, {key: value.double() for key, value in batch().items()})
-
-
 # --- eager code
 
 
@@ -366,39 +350,6 @@ def test_data_that_the_forward_assigns(captured: bool) -> None:
     plain, model = twins(in_a_row(forward, width=WIDTH))
     for _ in range(2):
         both_step(plain, model, {"x": batch()["x"]})
-
-
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
-def change(layer: nn.Module) -> None:
-    with torch.no_grad():
-        layer.weight.mul_(0.5)  # type: ignore[operator]
-
-
-def changed_too_late(m: Any, x: Tensor) -> Tensor:
-    """In eager code, after the layer was run: the recompute would take the changed weight."""
-    x = m.middle(m.first(x))
-    change(m.middle)
-    return m.last(x).square().mean()
-
-
-def impossible(m: Any, x: Tensor) -> Tensor:
-    return m.last(m.middle(m.first(x).exp().mul_(2))).square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
-@pytest.mark.parametrize(
-    ("forward", "error"), [(changed_too_late, BackwardError), (impossible, RuntimeError)]
-)
-def test_a_backward_that_is_impossible_is_refused_in_the_backward(
-    forward: Callable[..., Any], error: type[Exception]
-) -> None:
-    plain, model = twins(in_a_row(forward, count=3, width=WIDTH))
-    losses = [each(batch()["x"]) for each in (plain, model)]
-    assert equal(*losses)
-    kinds: tuple[type[Exception], ...] = (RuntimeError, error)
-    for loss, kind in zip(losses, kinds, strict=True):
-        with pytest.raises(kind):
-            loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")

@@ -26,6 +26,7 @@ from megacompile.errors import (
     OptimizerError,
     OptionError,
 )
+from tests import quantized
 from tests.configs import CONFIG
 from tests.messages.said import assert_says
 from tests.processes import group_of_one
@@ -120,6 +121,8 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
     "meta": (lambda mesh: shared(mesh, nn.Linear(2, 2, device="meta")), ModelError,
      "megacompile(): parameter Linear.weight is on the meta device, and mesh= was given; needed "
      "values: checkpoint=folder reads each rank's rows; or build the model on the CPU"),
+    "packed": (lambda mesh: shared(mesh, quantized.model(quantized.OWN["state"])), ModelError,
+     "megacompile(): {}packed{}"),
     "hooks": (lambda mesh: shared(mesh, hooked()), ModelError,
      "megacompile(): parameter Linear.weight has hooks, which would be lost when it becomes a "
      "DTensor; register them after megacompile()"),

@@ -126,26 +126,6 @@ def test_a_resumed_run_goes_on_exactly(flags: tuple[str, ...], tmp_path: Path) -
         assert second.validation == whole.validation
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--width", "30", "--heads", "4"], "got --heads 4, needed a divisor of --width 30"),
-        (["--clip", "nan"], "argument --clip: got 'nan', needed a number from 0"),
-        (["--device", "cuda:99"], "argument --device: got 'cuda:99', but this machine has"),
-        (["--stop-at", "7"], "got --stop-at 7, but the run ends at --steps 6"),
-        (["--checkpoint-every", "2"], "got --checkpoint-every, needed --checkpoint PATH"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_flag_says_what_it_needs(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        train_lm.main([*TINY, *flags])
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_what_is_no_run_to_resume(tmp_path: Path) -> None:
     path, text = str(tmp_path / "run.pt"), tmp_path / "text.pt"
     train_lm.main([*TINY, "--plain", "--checkpoint", path, "--stop-at", "1"])

@@ -17,13 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.optim import Adafactor, AdamW
+from torch.optim import AdamW
 
 from megacompile import explain, full_parameters, megacompile, released, schedules
 from megacompile.cli import main
-from megacompile.errors import ModelError, OptimizerError, OptionError
-from tests import inside, prove, quantized
+from tests import inside, prove
 from tests.nets import Choice, Net
 from tests.processes import group_of_one
 from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
@@ -60,83 +58,7 @@ def step(model: Any) -> Tensor:
 # The option.
 
 
-def test_a_mesh_that_is_none(group: None) -> None:
-    model = net()
-    wrong: list[tuple[Any, type[Exception]]] = [
-        ("cpu", OptionError),
-        (init_device_mesh("cpu", (1, 1, 1)), OptionError),
-        (DeviceMesh("meta", [0], _init_backend=False), OptionError),
-    ]
-    for mesh, error in wrong:
-        with pytest.raises(error, match="mesh"):
-            megacompile(model, mesh=mesh, device="cpu")
-    assert type(model[0].weight) is nn.Parameter
-
-
-def test_options_that_do_not_go_together(mesh: DeviceMesh, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="disk_weights"):
-        shared(mesh, disk=tmp_path, disk_weights=True)
-    model = shared(mesh)
-    assert megacompile(model, mesh=mesh, device="cpu") is model
-    with pytest.raises(OptionError, match="already"):
-        megacompile(model, device="cpu")
-
-
 # The model.
-
-
-class Scalar(nn.Linear):
-    """Has a parameter without a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
-def hooked() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model.weight.register_hook(lambda gradient: gradient)
-    return model
-
-
-def trained() -> nn.Module:
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    return model
-
-
-UNDIVIDED: dict[str, tuple[Callable[[], nn.Module], str]] = {  # with what the error names
-    "no dimension": (Scalar, "scale"),
-    "meta": (lambda: nn.Linear(2, 2, device="meta"), "weight"),
-    "hooks": (hooked, "weight"),
-    "a gradient": (trained, "weight"),
-    "packed": (lambda: quantized.model(quantized.OWN["state"]), "packed"),
-}
-
-
-@pytest.mark.parametrize(("make", "named"), UNDIVIDED.values(), ids=UNDIVIDED)
-def test_a_model_that_cannot_be_divided(
-    mesh: DeviceMesh, make: Callable[[], nn.Module], named: str
-) -> None:
-    model = make()
-    with pytest.raises(ModelError, match=named):
-        megacompile(model, mesh=mesh, device="cpu")
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
-
-
-def test_a_parameter_that_came_since(mesh: DeviceMesh) -> None:
-    model = shared(mesh)
-    step(model)
-    model[0].bias = nn.Parameter(torch.zeros(6))
-    with pytest.raises(ModelError, match=r"0\.bias"):
-        step(model)
-    other = distribute_tensor(torch.zeros(6), mesh, [Replicate()])
-    model[0].bias = nn.Parameter(other)
-    with pytest.raises(ModelError, match=r"0\.bias"):
-        step(model)
-    model[0].bias = nn.Parameter(other.redistribute(placements=model[0].weight.placements))
-    step(model)
-    assert model[0].bias.grad is not None
 
 
 # Optimizers.
@@ -160,29 +82,6 @@ def test_states_from_before_are_divided(mesh: DeviceMesh) -> None:
             .state[want]["exp_avg"]
             .equal(optimizers[1].state[got]["exp_avg"].full_tensor())
         )
-
-
-def test_states_that_go_by_no_rows(mesh: DeviceMesh) -> None:
-    model = net()
-    optimizer = Adafactor(model.parameters())
-    step(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(OptionError, match="'row_var'"):
-        megacompile(model, mesh=mesh, device="cpu")
-    assert type(model[0].weight) is nn.Parameter and optimizer.state[model[0].weight]
-
-
-def test_a_step_that_takes_no_dtensors(mesh: DeviceMesh) -> None:
-    model = shared(mesh)
-    optimizer = Adafactor(model.parameters())
-    step(model)
-    before = model[0].weight.full_tensor().clone()
-    with pytest.raises(OptimizerError, match="Adafactor"):
-        optimizer.step()
-    assert model[0].weight.full_tensor().equal(before)
-    AdamW(model.parameters()).step()
-    assert not model[0].weight.full_tensor().equal(before)
 
 
 # What a model may do afterwards.

@@ -209,20 +209,6 @@ def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
         both.load()
 
 
-def test_states_are_loaded_before_a_failed_update_is_known() -> None:
-    both = Flying()
-    both.theirs.zero_grad()
-    gradients(both.model, 2)
-    both.workers.fails = BUCKET
-    both.theirs.step()
-    both.theirs.load_state_dict(copy.deepcopy(both.saved[1]))
-    both.model.load_state_dict(both.saved[0])
-    both.workers.fails = ""
-    for model, optimizer in both.both:
-        train(model, [optimizer], 2, start=2)
-    assert_same(both.plain, both.model)
-
-
 def test_a_step_that_breaks_off_behind_its_count() -> None:
     """Where it fails, all buckets are torn. Ctrl-C tears them where it leaves some updated only."""
     both = Flying()

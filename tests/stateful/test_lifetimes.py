@@ -26,7 +26,6 @@ from megacompile.errors import (
     DeviceMemoryError,
     HostMemoryError,
     ModelError,
-    OptionError,
 )
 from tests import inside
 from tests.device_bytes import device_bytes
@@ -380,29 +379,13 @@ def test_states_and_gradients_of_another_dtype_are_those_that_torch_has(dtype: A
     optimizer.step()  # torch.optim's own
 
 
-class Inside(nn.Linear):
-    """Its forward ends what it runs in."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        unmegacompile(self)
-        return super().forward(x)
-
-
-def test_what_cannot_be_ended() -> None:
+def test_a_forward_from_before_has_no_backward() -> None:
     model = stack()[0]
     megacompile(model, device="cpu", lowering="eager")
-    for device in ("meta", "nowhere"):
-        with pytest.raises(OptionError):
-            unmegacompile(model, device=device)
     loss = model(**batch())
-    assert schedules(model), "it still is"
     unmegacompile(model)
     with pytest.raises(BackwardError):
         loss.backward()
-    model = megacompile(Inside(4, 4), device="cpu", lowering="eager")
-    with pytest.raises(ModelError):
-        model(torch.ones(1, 4))
 
 
 def test_after_an_update_in_the_backward() -> None:

@@ -6,7 +6,6 @@ update is compiled, torch makes it.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -28,7 +27,6 @@ from torch.optim import SGD, AdamW, RMSprop
 from megacompile import compat, megacompile
 from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool, GraphToCompile
-from megacompile.beside.process import Process
 from megacompile.errors import OptionError
 from tests import inside
 from tests.zoo import uncompiled
@@ -351,22 +349,3 @@ def begun(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The rules that a process compiles."""
     said = [text for text in caplog.messages if "in the background" in text]
     return [text.partition(":")[0] for text in said if "to C++" in text]
-
-
-def test_a_process_that_ends_at_once_is_no_error(children: Run) -> None:
-    """Its request is larger than the pipe, so it is never read."""
-    children("exit 3")
-    process = Process("json", bytes(2**20))
-    process.stop()
-
-
-def test_what_a_process_has_started_ends_with_it(children: Run) -> None:
-    children("sleep 100 & echo $!; exec sleep 100")
-    process = Process("json", b"", answers=True)
-    started = psutil.Process(int(process.hear()))
-    process.stop()
-    end_s = time.monotonic() + 30
-    with contextlib.suppress(psutil.NoSuchProcess):
-        while started.status() != psutil.STATUS_ZOMBIE:  # which the system may collect later
-            assert time.monotonic() < end_s
-            time.sleep(0.01)

@@ -313,24 +313,6 @@ def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
 # --- what is refused
 
 
-def test_bad_tensors_are_refused() -> None:
-    (update,) = at_step(ADAM, some_updates(ADAM, [512], param=BF16), 1)
-    strided = torch.zeros(1024, device=DEVICE)[::2]
-    short = torch.zeros(511, device=DEVICE)
-    codes = torch.zeros(512, dtype=torch.uint8, device=DEVICE)
-    for bad in (
-        update._replace(grad=strided),
-        update._replace(grad=short),
-        update._replace(out=torch.zeros(512, dtype=FP16, device=DEVICE)),
-        update._replace(states=update.states[:2]),
-        update._replace(states=((codes, short), *update.states[1:])),
-        update._replace(states=((codes, codes[:2]), *update.states[1:])),
-        update._replace(factor=torch.tensor(0.5, device=DEVICE)),  # not of the gradient's dtype
-    ):
-        with pytest.raises(AssertionError):
-            kernel(ADAM, [bad])
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled: bool) -> None:
     """The gradients, their factors and the scalars are new; of several signatures."""

@@ -160,14 +160,6 @@ def test_a_refused_option_leaves_the_model_as_it_was() -> None:
     assert model.weight.data_ptr() == before
 
 
-def test_options_are_given_by_name() -> None:
-    """mypy says so too: it would report an `ignore` that it does not need."""
-    with pytest.raises(TypeError, match="positional"):
-        megacompile(nn.Linear(2, 2), "cpu")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="look_ahead"):
-        megacompile(nn.Linear(2, 2), look_ahead=2)  # type: ignore[call-arg]
-
-
 WRITTEN: dict[Any, int] = {
     17: 17,
     1: 1,
