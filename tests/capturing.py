@@ -172,9 +172,6 @@ def of_params(capture: Capture) -> Capture:
     return replace(capture, inputs=tuple(inputs))
 
 
-# --- functions that Dynamo leaves whole
-
-
 class Rounding(enum.Enum):
     HALVES = 2
     QUARTERS = 4

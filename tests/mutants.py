@@ -262,9 +262,6 @@ def _kind(node: fx.Node) -> object:
     return node.target
 
 
-# --- the schedules that are mutated
-
-
 def planned(count: int, seed: int) -> list[Schedule]:
     """`count` schedules that the passes make for random models and plans; none of them is run.
 

@@ -169,9 +169,6 @@ CPU = torch.device("cpu")
 C10D: Any = dist  # whose stubs leave its stores out
 
 
-# --- modules
-
-
 def test_frames_that_live_have_names_of_their_own() -> None:
     model, seen = nn.Linear(2, 2), []
     model.register_forward_hook(lambda *_: seen.append(1))
@@ -197,9 +194,6 @@ def test_sizes_of_a_frame_that_is_gone_are_forgotten() -> None:
         assert frame.__code__.co_name == "sized"
         del frame
     assert kinds == [Tensor, Tensor]  # and no torch.SymInt
-
-
-# --- optimizers
 
 
 def test_scaled_losses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +223,6 @@ def test_states_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     dtypes = [optimizer.state[param]["exp_avg"].dtype for param in (ours, theirs)]
     assert dtypes == [torch.float32, torch.bfloat16]
     assert optimizer.state[ours]["step"].dtype == torch.float32
-
-
-# --- processes
 
 
 class Mark:

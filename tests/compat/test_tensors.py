@@ -78,9 +78,6 @@ def test_what_asks_for_no_data() -> None:
     assert not compat.OVERWRITING & {Tensor.add_, Tensor.__setitem__, Tensor.clone}
 
 
-# --- operators
-
-
 def node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     graph = fx.Graph()
     given = [graph.placeholder(f"x{i}") if a is Tensor else a for i, a in enumerate(args)]
@@ -114,9 +111,6 @@ def test_what_an_operator_writes() -> None:
     assert [id(x) for x in compat.written(aten.add.out, (a, a), {"out": b})] == [id(b)]
     assert [*map(id, compat.written(aten._foreach_add_.Scalar, ([a, b], 1), {}))] == [id(a), id(b)]
     assert compat.written(aten.add.Tensor, (a, b), {}) == []
-
-
-# --- devices
 
 
 def test_the_memory_and_streams_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,9 +190,6 @@ def test_vector_instructions_are_tried_in_one_process_of_several(
     assert vars(cpu_vec_isa.VecISA)["check_build"] is tried
 
 
-# --- symbols of our own, and FX graphs
-
-
 ROWS = sympy.Symbol("n0", integer=True, positive=True)
 
 

@@ -31,7 +31,6 @@ from tests.lion import Lion
 BF16 = torch.bfloat16
 WIDTH = 67  # matrices have blocks for 8-bit states, the last one short, and share pages of a disk
 
-# --- models
 
 MODELS = (
     "tied",
@@ -114,8 +113,6 @@ def data(kind: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return x, y
 
 
-# --- optimizers
-
 BY_RULE = ("adamw", "amsgrad", "sgd", "nesterov", "lion")
 OPTIMIZERS = (*BY_RULE, "muon", "rmsprop", "adafactor")
 
@@ -141,8 +138,6 @@ def optimizers(name: str, model: Any) -> list[Optimizer]:
     }
     return [makes[name]()]
 
-
-# --- options
 
 NUMBERS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -207,9 +202,6 @@ class Cell:
     @property
     def needs_disk(self) -> bool:
         return self.saved == "disk" or self.weights == "disk" or self.states != "host"
-
-
-# --- loops
 
 
 @dataclass
@@ -448,9 +440,6 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     )
 }
 OF_SEVERAL = ("clipped", "retained", "crossed", "looked at")  # what no update in the backward has
-
-
-# --- a cell and its twin
 
 
 def plain(cell: Cell) -> Any:

@@ -109,9 +109,6 @@ def trained(*inputs: Any, **named: Any) -> Use:
     return use
 
 
-# --- operators
-
-
 @torch.library.custom_op("megacompile_tests::real_only", mutates_args=())
 def real_only(x: Tensor) -> Tensor:
     """Has no fake kernel."""

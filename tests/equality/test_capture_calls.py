@@ -20,8 +20,6 @@ from tests import inside, zoo
 from tests.equality.nets import Applies, assert_alike, in_a_row, leaves
 from tests.zoo import WIDTH, Stack, assert_same, batch, equal, twins
 
-# --- inputs and outputs
-
 
 class Output(NamedTuple):
     prediction: Tensor
@@ -123,8 +121,6 @@ def test_autocast_inside(activations: str) -> None:
         assert_alike(models, use)
 
 
-# --- functional calls: other tensors are a model's weights in a call
-
 Weights = dict[str, Tensor]
 
 
@@ -213,9 +209,6 @@ def test_functional_calls_of_one_model() -> None:
         assert loss is came_since or places(model) == before, name
         for optimizer in optimizers.values():
             optimizer.step()
-
-
-# --- torch.compile around it: it leaves the model as it is, which is said once
 
 
 def norm(model: nn.Module) -> Tensor:

@@ -24,8 +24,6 @@ from tests.zoo import twins
 
 WIDTH = 8
 
-# --- a value that a captured graph changes
-
 
 def in_part(m: Any, x: Tensor) -> None:
     x[:, :3] = m.last(x * 2)[:, :3]
@@ -112,8 +110,6 @@ def test_a_sum_that_a_model_adds_to(kind: str) -> None:
 
     assert_alike(twins(in_a_row(forward, count=1, width=WIDTH)), use)
 
-
-# --- inputs and buffers that share memory
 
 WORDS = 12
 
@@ -229,9 +225,6 @@ def test_a_view_whose_shape_is_changed_in_place() -> None:
     assert_alike(twins(in_a_row(forward, count=1)), use)
 
 
-# --- the hook of transformers and PEFT that lets inputs require grad
-
-
 def make_inputs_require_grads(module: Any, args: Any, output: Tensor) -> None:
     output.requires_grad_(True)
 
@@ -258,9 +251,6 @@ def test_inputs_that_a_hook_lets_require_grad_break_no_graph() -> None:
         given = seen.to(dtype)
         added = given + torch.full((), -0.0)
         assert torch.equal(added.view(torch.uint8), given.view(torch.uint8))
-
-
-# --- outputs
 
 
 ODD: dict[str, Callable[[Tensor], Any]] = {
@@ -323,8 +313,6 @@ def test_metas_that_overlap() -> None:
     assert meta((2, 3, 4), (0, 1, 3)).contiguous().stride == (12, 4, 1)
 
 
-# --- changed in place behind the graph
-
 X, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.tensor([True, False])
 
 
@@ -363,8 +351,6 @@ def test_what_a_graph_gives_is_changed_behind_it(forward: Callable[..., Any]) ->
     with torch.no_grad():
         assert_alike(models, lambda m: m.eval()(X))
 
-
-# --- views that are kept
 
 VIEWS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {  # of a buffer, a batch, a value
     "a buffer": lambda scale, batch, hidden: scale.view(2, 3).t()[1:],
@@ -410,9 +396,6 @@ def test_a_view_of_what_the_graph_changes_follows_it(kind: str) -> None:
         assert_alike(models, use)
 
 
-# --- hooks on outputs from which the graph computes others
-
-
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_hook_sees_all_of_the_gradient(breaks: bool) -> None:
     """Behind a graph break, or where no gradient comes through what is computed from the output.
@@ -435,9 +418,6 @@ def test_a_hook_sees_all_of_the_gradient(breaks: bool) -> None:
         return hidden.grad if breaks else None
 
     assert_alike(twins(in_a_row(forward)), use)
-
-
-# --- lists and dicts that a forward is given, and changes
 
 
 def test_what_is_left_in_a_container_is_the_callers() -> None:

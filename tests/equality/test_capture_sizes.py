@@ -151,9 +151,6 @@ def test_what_builds_nothing() -> None:
     assert loop.made[1] == 2
 
 
-# --- code that does something with sizes
-
-
 def of_layer(layer: nn.Module, function: Callable[[Tensor], Any]) -> Any:
     """A layer, and a function of what it gives."""
     return Applies(lambda m, x: function(m.layer(x)), layer=layer)
@@ -292,18 +289,12 @@ def test_code_that_asks_for_sizes(name: str) -> None:
     assert len(inside.programs(models[1])) == programs
 
 
-# --- where sizes are no symbols
-
-
 def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size() -> None:
     torch.manual_seed(0)
     models = twins(linear(lambda x: nets.asks_in_backward(x)))
     for rows in (4, 6, 5, 6):
         assert_alike(models, trained(torch.ones(rows, WIDTH)))
     assert len(inside.programs(models[1])) == 3
-
-
-# --- parameters that are arguments
 
 
 def one_of_the_heads(m: Any, x: Tensor, task: int) -> Tensor:

@@ -31,9 +31,6 @@ def said() -> Iterator[list[str]]:
     texts += [str(w.message) for w in caught if str(w.message).startswith("megacompile")]
 
 
-# --- what cannot be traced
-
-
 class Net(nn.Module):
     """Its product has the wrong width where the input has, maybe behind a graph break."""
 
@@ -166,9 +163,6 @@ def test_what_dynamo_cannot_trace_runs_as_it_is(case: str, where: str) -> None:
     assert where == "in a skipped frame" or len(texts) == 1
 
 
-# --- methods of a model's classes that are patched after a call
-
-
 def doubled(self: Any, x: Tensor) -> Tensor:
     return F.linear(x, self.weight, self.bias) * 2
 
@@ -220,9 +214,6 @@ def test_a_method_that_is_patched_after_a_call_is_called(monkeypatch: pytest.Mon
         Model.calls = k  # type: ignore[attr-defined]
         assert_alike(models, trained(x))
     assert graphs() == count
-
-
-# --- a program for each kind of call
 
 
 @contextmanager

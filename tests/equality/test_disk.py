@@ -129,9 +129,6 @@ def test_a_step_that_is_interrupted_returns_its_buffers(tmp_path: Path) -> None:
     run(model, optimizer, 5, first=3)
 
 
-# --- faults
-
-
 @contextmanager
 def failing(way: str, first: int = 0, number: int = errno.EIO) -> Iterator[None]:
     """For its duration a drive that serves so many calls of one direction, and no more."""
@@ -249,9 +246,6 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
         assert raised.value.errno == errno.EDQUOT
 
 
-# --- bytes, buffers and places
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"optimizer": True}, WEIGHTS, {**WEIGHTS, "optimizer": True}, SAVED], ids=str
 )
@@ -350,9 +344,6 @@ def test_a_lost_forward_leaves_its_places_when_they_are_written(tmp_path: Path) 
     loss_of(plain, 2).backward()
     zoo.assert_same(plain, model)
     until(lambda: store.lent_bytes == 0)
-
-
-# --- who else looks
 
 
 def test_a_child_of_a_fork_reads_and_does_not_train(tmp_path: Path) -> None:

@@ -63,9 +63,6 @@ def test_norms_of_doubles_are_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-12)
 
 
-# --- masters
-
-
 class ByHand:
     """float32 masters, a bfloat16 copy that computes, AdamW on the masters."""
 
@@ -154,9 +151,6 @@ def test_gradients_are_rounded_once(compute_dtype: torch.dtype | None) -> None:
     assert model.head.weight.dtype == torch.float32 and model.head.weight.grad.dtype == BF16
 
 
-# --- states
-
-
 def test_fp32_states_of_a_bf16_model() -> None:
     """Nothing else is rounded than the parameter, once a step; loaded, they stay what they are."""
     start = net(BF16)
@@ -236,9 +230,6 @@ def test_8_bit_states_resume(optimizer: str, updater: str, numbers: str) -> None
         run.step()
     codes = quantized(whole)
     assert codes and all(map(torch.equal, codes, quantized(other)))
-
-
-# --- stochastic rounding
 
 
 def rounded(seed: int, **options: Any) -> list[Tensor]:

@@ -264,8 +264,6 @@ def test_a_tuple_of_parameters_is_exchanged_in_all_modules_that_share_it() -> No
         assert before[0] is model.last.weight
 
 
-# --- who leaves
-
 TOWER = 64
 
 
@@ -308,9 +306,6 @@ def test_a_captured_graph_that_needs_the_room_gets_it(*, again: bool) -> None:
         assert ("recurrent" in inside.residents(models[1])) == stays
         assert [bool(count) for count in counts[1:]] == [not stays] * 3
         assert [bool(n) for n in trained(pairs, range(7, 9), recurrent_alone)] == [not stays] * 2
-
-
-# --- when they move, and what a move must not lose
 
 
 def test_moves_wait_for_backwards_of_eager_code() -> None:
@@ -362,9 +357,6 @@ def test_a_loop_that_samples_has_what_it_reads_on_the_device() -> None:
     assert len(found) == len(list(model.parameters())), "the first call alone"
     assert inside.residents(model) == inside.buckets(model).keys()
     trained(with_adamw((plain, model)), range(3))
-
-
-# --- what is done with a parameter where it lies
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]

@@ -106,9 +106,6 @@ def assert_equal(wanted: dict[str, Tensor], got: dict[str, Tensor], what: object
     assert wrong == [], f"{what}: {wrong}"
 
 
-# --- pinned memory
-
-
 def mapping_bytes(tensor: Tensor) -> int:
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -140,9 +137,6 @@ def test_parameters_and_gradients_are_pinned() -> None:
     for name, param in model.named_parameters():
         assert param.device.type == "cpu" and param.is_pinned(), name
         assert param.grad is not None and param.grad.is_pinned(), name
-
-
-# --- races
 
 
 RACES: list[dict[str, Any]] = [
@@ -212,9 +206,6 @@ def test_host_memory_may_be_edited_when_the_call_returns() -> None:
         assert not equal(model(x), wanted), "the next call sees the edit"
 
 
-# --- streams of the user
-
-
 @pytest.mark.parametrize("forward_aside", [True, False], ids=["forward aside", "forward"])
 @pytest.mark.parametrize("backward_aside", [True, False], ids=["backward aside", "backward"])
 def test_forward_and_backward_in_side_streams(forward_aside: bool, backward_aside: bool) -> None:
@@ -244,9 +235,6 @@ def test_forward_and_backward_in_side_streams(forward_aside: bool, backward_asid
             main.wait_stream(forward_stream)
             assert_equal({n: p.grad.cpu() for n, p in plain.named_parameters()}, got, seed)
             assert x.grad is not None and equal(x.grad.cpu(), wanted_x.grad.cpu())
-
-
-# --- memory
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
@@ -293,9 +281,6 @@ def test_device_memory_does_not_grow_from_step_to_step() -> None:
     for _ in range(5):
         assert peak_bytes(lambda: gradients(model)) <= first
         assert torch.cuda.memory_allocated() <= left
-
-
-# --- the optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> list[float]:
@@ -353,9 +338,6 @@ def test_another_name_of_a_parameter_has_the_new_value_when_the_backward_returns
             optimizer.step()
             optimizer.zero_grad()
             assert_equal({n: p.detach() for n, p in model.named_parameters()}, seen, k)
-
-
-# --- places, by arithmetic that is the same
 
 
 @pytest.mark.parametrize("states", [None, "int8"])

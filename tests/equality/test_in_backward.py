@@ -52,9 +52,6 @@ def test_near_the_plain_loop(optimizer: str) -> None:
     assert torch.equal(spare, run.start["spare.weight"]) and spare not in run.optimizers[0].state
 
 
-# --- gradients that are used up
-
-
 def pair() -> tuple[Model, Model, Optimizer]:
     """(plain, megacompiled with an optimizer, that)."""
     plain = mixed()[0]

@@ -186,9 +186,6 @@ def test_names_that_do_not_fit_are_listed_and_may_be_allowed(plain: Net, tmp_pat
         assert torch.equal(getattr(grown.layers[2], name).weight, getattr(like, name).weight)
 
 
-# --- files that are damaged
-
-
 def _index(place: str) -> Callable[[Path], object]:
     text = json.dumps({"weight_map": dict.fromkeys(["embed.weight"], place)})
     return lambda folder: (folder / INDEX).write_text(text)
@@ -269,9 +266,6 @@ def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
         assert unlike(values(plain), loaded) in ([], [n for n in loaded if n.endswith("scale")])
 
 
-# --- what is given
-
-
 def test_what_is_given_is_refused(
     plain: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,9 +282,6 @@ def test_what_is_given_is_refused(
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match="safetensors"):
         loaded(tmp_path)
-
-
-# --- names that transformers converts
 
 
 def mixtral(layers: int = 1, experts: int = 3) -> Any:
@@ -365,9 +356,6 @@ def test_tensors_that_are_stored_as_one(tmp_path: Path) -> None:
         for which in ("theirs", "ours")
     )
     assert any("qkv" in name for name in ours) and unlike(theirs, ours) == []
-
-
-# --- on a GPU
 
 
 @pytest.mark.gpu

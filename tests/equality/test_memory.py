@@ -56,9 +56,6 @@ def test_host_memory_is_reused_from_step_to_step() -> None:
         zoo.assert_same(plain, model)
 
 
-# --- host memory that is made ahead of its use
-
-
 class Runtime:
     """Of CUDA, which is not there: every page is locked."""
 

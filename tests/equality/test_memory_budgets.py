@@ -208,8 +208,6 @@ def test_a_disk_that_may_not_be_used_or_is_too_small(tmp_path: Path) -> None:
     assert equal(plain, model) and all(p.grad is None for p in model.parameters())
 
 
-# --- the device runs out in a step
-
 AT: dict[str, set[int]] = {}  # calls that run out of memory, by what calls: forward or backward
 CALLS = {"forward": 0, "backward": 0}
 

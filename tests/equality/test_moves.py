@@ -282,9 +282,6 @@ def test_a_copy_is_a_plain_module(name: str) -> None:
             assert {param.device.type for param in each.parameters()} == {"meta"}
 
 
-# --- copy.copy
-
-
 class Modes(nn.Module):
     """Says in which mode it is, and by which method it computes."""
 

@@ -101,9 +101,6 @@ def step(model: nn.Module, name: str, i: int, device: torch.device) -> Tensor:
     return loss.detach()
 
 
-# --- tiles
-
-
 def trained(name: str, *, in_backward: bool = False, **options: Any) -> nn.Module:
     """The streamed model, trained next to the plain one, equal up to rounding; two micro-batches a
     step and clipping, but for AdamW in the backward."""
@@ -201,8 +198,6 @@ def test_tiles_whose_saved_tensors_wait_elsewhere_are_bitwise(tmp_path: Path) ->
         assert any(ops.nodes_of(each.forward, op) for each in schedules(found[place]))
 
 
-# --- with `compute_dtype`, losses are those of `torch.autocast`: in float32
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 X, Y = torch.linspace(-1, 1, 32).view(4, 8), torch.tensor([0, 3, 1, 4])
 LOSSES: dict[str, Loss] = {
@@ -249,8 +244,6 @@ def test_a_dtype_that_was_asked_for_stays() -> None:
     model = megacompile(WithLoss(F.cross_entropy).bfloat16(), progress=False)
     assert model(X.bfloat16(), Y).dtype == torch.bfloat16
 
-
-# --- on a GPU
 
 PLANS: dict[str, dict[str, Any]] = {
     "streamed": {"resident": 0, "activations": "recompute"},

@@ -47,9 +47,6 @@ def run(net: Net, x: Any, first: int = 0) -> Any:
     return x
 
 
-# Models, as functions of a net.
-
-
 def twice(net: Net, x: Tensor) -> Any:
     return net.head(net.layers[0](net.layers[1](net.layers[0](net.embed(x))))).sum()
 

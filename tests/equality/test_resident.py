@@ -29,8 +29,6 @@ KB = 1000
 BF16 = torch.bfloat16
 Model = Any
 
-# --- which, and how much
-
 
 def read_by(model: Model, op: Any) -> set[str]:
     """The buckets of an op in the forward and backward of a model."""
@@ -89,9 +87,6 @@ def test_as_many_buckets_are_resident_as_fit(training: str) -> None:
             assert len(residents(model)) == k - 1
 
 
-# --- moves
-
-
 def test_moves_wait_for_backwards_and_keep_everything() -> None:
     """Names and objects stay; gradients of a micro-batch go along; a forward that is lost holds
     nothing up; slots are as large as what is streamed now."""
@@ -120,9 +115,6 @@ def test_moves_wait_for_backwards_and_keep_everything() -> None:
     largest = max(b.layout.size_bytes for b in machine.buckets.values() if b.resident is None)
     assert max(buffer.numel() for buffer in machine.slots.buffers) == largest
     assert before == {name: id(param) for name, param in model.named_parameters()}
-
-
-# --- steps that are like the one before
 
 
 def regroup(model: Model, optimizer: Optimizer, i: int) -> None:
@@ -197,9 +189,6 @@ def states(optimizer: Optimizer) -> list[Any]:
     return [v for state in optimizer.state.values() for _, v in sorted(state.items())]
 
 
-# --- clipping that the update makes
-
-
 @pytest.mark.parametrize("make", [lambda p: AdamW(p, lr=1e-2), lambda p: RMSprop(p, lr=1e-3)])
 def test_large_gradients_note_the_factor_of_clipping(make: Callable[[Any], Optimizer]) -> None:
     """Until somebody looks, before the step or behind it: also with a hook, with what an earlier
@@ -231,8 +220,6 @@ def test_large_gradients_note_the_factor_of_clipping(make: Callable[[Any], Optim
         found.append([*seen, *model.parameters(), *map(torch.as_tensor, states(optimizer))])
     assert all(zoo.equal(a + 0, b + 0) for a, b in zip(*found, strict=True))
 
-
-# --- compiled: the kernels' twins, and what the backward hands over
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
 THERE = {"embed", "layers.0", "layers.1"}  # what the backward leaves to the device

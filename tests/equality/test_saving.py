@@ -101,9 +101,6 @@ def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None
     assert names(tmp_path) == ["model.safetensors", "notes.txt"]
 
 
-# --- killed
-
-
 def killed(
     old: nn.Module, new: nn.Module, tmp_path: Path, before: int, size: int
 ) -> Iterator[Path]:
@@ -192,9 +189,6 @@ def _interrupted(place: int, model: nn.Module, folder: Path, size: int) -> bool:
         except Killed:
             return True
     return False
-
-
-# --- refused
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

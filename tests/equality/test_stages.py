@@ -26,9 +26,6 @@ def rows(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
 
 
-# Dropout whose rate changes from step to step.
-
-
 def annealed(*, inplace: bool = False) -> Any:
     """Rates of a function and of modules, as keywords and by position, and in place."""
 
@@ -40,9 +37,6 @@ def annealed(*, inplace: bool = False) -> Any:
         return x.square().mean()
 
     return in_a_row(forward, count=3, width=8, drop=nn.Dropout(0.1))
-
-
-# What one of a batch's strides decides.
 
 
 class Mix(nn.Module):

@@ -43,9 +43,6 @@ def told_of(name: str, count: int) -> Iterator[None]:
     assert len(found) == count, found
 
 
-# --- buckets
-
-
 def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
     """Nor does one that fails. A buffer in two places stays one."""
     model = batchnorm()[0]
@@ -133,9 +130,6 @@ def test_a_new_layout_lets_the_old_one_go() -> None:
     assert [bucket() for bucket in old] == [None] * len(old)
 
 
-# --- parameters that get another AccumulateGrad node between two calls
-
-
 def another_dtype(model: Any) -> None:
     model.double()
     model.float()
@@ -190,9 +184,6 @@ def test_gradients_arrive_at_new_nodes(how: str) -> None:
         torch.testing.assert_close(got, want)
     else:
         assert len(got) == len(want) and all(map(torch.equal, got, want))
-
-
-# --- other tensors in the memory of parameters
 
 
 def loads_and_assigns(model: Any) -> Any:
@@ -328,9 +319,6 @@ def test_data_that_nobody_else_holds_is_taken_over_in_silence() -> None:
         step(model, batch())
         loads_and_assigns(model)
         step(model, {k: v.double() for k, v in batch().items()})
-
-
-# --- eager code
 
 
 def halve(layer: nn.Linear) -> None:

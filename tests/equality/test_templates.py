@@ -209,8 +209,6 @@ class Layers(nn.Module):
 
 INPUTS = {"x": batch()["x"]}
 
-# --- what is printed is what runs
-
 
 def test_a_traceback_shows_the_line_of_the_schedule() -> None:
     def fail(inputs: Any) -> Any:
@@ -237,9 +235,6 @@ def test_a_traceback_shows_the_line_of_the_schedule() -> None:
         assert re.search(rf"# compute +{label}\b", frame.line), "with its stream and printed name"
         assert frame.line in str(schedule)
         assert frame.line in "".join(traceback.format_exception(caught.value))
-
-
-# --- the profiler
 
 
 def ranges(model: nn.Module, folder: Path) -> Counter[str]:
@@ -275,9 +270,6 @@ def test_profiler_ranges_are_the_printed_names(
 
     monkeypatch.setattr(torch.profiler, "record_function", Refused)
     step(model, batch())
-
-
-# --- what a backward takes over from its forward
 
 
 def fetched(model: nn.Module, run: Callable[[], object]) -> int:

@@ -89,9 +89,6 @@ def failed() -> tuple[Any, AdamW]:
     return model, optimizer
 
 
-# --- owners and lifetimes
-
-
 def called_inside() -> None:
     model, _ = stepped()
     with released(model):
@@ -131,9 +128,6 @@ def ended_before_the_step() -> None:
 def traced_by_func() -> None:
     model = made()
     torch.func.grad(lambda x: model(x).sum())(X)
-
-
-# --- steps and gradients
 
 
 def update_that_failed() -> None:
@@ -191,9 +185,6 @@ def option(name: str, value: Any) -> Said:
 
 def a_state(name: str, value: Callable[[Tensor], Any]) -> Said:
     return bad(lambda _, states: put(states, name, value(states[name] + 0)))
-
-
-# --- warnings
 
 
 def unknown_optimizer() -> None:

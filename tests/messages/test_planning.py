@@ -259,8 +259,6 @@ def test_messages_of_options() -> None:
         assert_says(lambda: provoke(**given), error, f"megacompile(): {text}")  # noqa: B023
 
 
-# --- warnings
-
 X = torch.ones(2, 8)
 
 

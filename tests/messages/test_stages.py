@@ -204,9 +204,6 @@ def test_what_a_plan_says_of_tiles(layer: nn.Module, lines: list[str]) -> None:
     assert [r for r in found if "tile" in r or "cut" in r] == lines
 
 
-# --- hazards and anomalies
-
-
 def message(schedule: Schedule) -> list[str]:
     with pytest.raises(ScheduleError) as raised:
         inside.prove(schedule)

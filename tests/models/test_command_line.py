@@ -50,8 +50,6 @@ def test_errors_are_one_line(
     assert error.startswith(f"{command}: ") and text in error and error.count("\n") == 1
 
 
-# --- demo, README and docs
-
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -108,9 +106,6 @@ def test_recipes_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         exec(RECIPES[0] + RECIPES[number], {"__name__": "recipe"})
     except ImportError as error:
         pytest.skip(str(error).strip().partition("\n")[0])
-
-
-# --- all of it
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

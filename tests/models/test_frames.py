@@ -55,9 +55,6 @@ def test_every_part_runs_plain(tmp_path: Path) -> None:
     assert raised == {"changed"}
 
 
-# Planted faults, in place of `megacompile()`.
-
-
 def plain_model(model: Any, **_: object) -> Any:
     return model
 

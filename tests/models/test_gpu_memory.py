@@ -148,9 +148,6 @@ def test_a_step_takes_what_its_plan_says(lowering: str, tiles: int) -> None:
     assert 0.8 * planned < taken < planned + 150 * MiB
 
 
-# --- long contexts
-
-
 class Decoder(nn.Module):
     """Causal attention and a perceptron a layer; one head, so that its memory is in the length."""
 

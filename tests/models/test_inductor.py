@@ -34,9 +34,6 @@ def assert_gradients_close(plain: nn.Module, streamed: nn.Module, places: float 
         torch.testing.assert_close(theirs.grad, mine.grad, rtol=places, atol=places)
 
 
-# --- sizes and floats that change from call to call
-
-
 class Annealed(nn.Module):
     """A size that is an expression, a temperature, a weight of a loss, and a counted scale."""
 
@@ -151,8 +148,6 @@ def test_numbers_are_those_of_python() -> None:
     assert_same(plain, streamed)
 
 
-# --- a real language model, and odd operators
-
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -238,9 +233,6 @@ def test_odd_operators() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(4, 4, 6, 5))
     assert type(caught.value) is RuntimeError
-
-
-# --- batch norms: their statistics are changed once a step, by whichever kernel
 
 
 class Pair(nn.Module):

@@ -91,8 +91,6 @@ def test_a_dtype_is_that_of_all_parameters(capsys: pytest.CaptureFixture[str]) -
     assert "bfloat16" in first and "float32" not in first
 
 
-# --- what fits
-
 TIGHT = ("--gpu-memory", "720KiB")  # most buckets are streamed
 
 
@@ -182,9 +180,6 @@ def test_tiles(capsys: pytest.CaptureFixture[str]) -> None:
     assert "in 2 tiles" in out and "4 x 64 tokens a step" in out
 
 
-# --- other machines
-
-
 def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks exchange over it, unless another interconnect is given."""
     fast, slow = (answer(capsys, WORDS, *SMALL, *TIGHT, "--link", x)["plan"] for x in ("1", "0.1"))
@@ -229,9 +224,6 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(stream["stream"] == "read" for stream in found["streams"])
     ranks = answer(capsys, *there, "--gpus", "2")
     assert ranks["plan"]["disk"]["available_bytes"] == 2**29
-
-
-# --- mistakes: one line on stderr, and code 2
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,6 @@ def meshes_of_other_shapes(here: Here) -> None:
     assert all(map(torch.allclose, *found))
 
 
-# save()
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -332,9 +329,6 @@ def _states(model: nn.Module, optimizer: Optimizer, **options: Any) -> dict[str,
 def _set(model: nn.Module, optimizer: Optimizer, found: dict[str, Any], **options: Any) -> None:
     dcp_states.set_model_state_dict(model, found["model"], **options)
     dcp_states.set_optimizer_state_dict(model, optimizer, found["optimizer"], **options)
-
-
-# checkpoint=
 
 
 class Large(nn.Module):

@@ -55,13 +55,7 @@ def step(model: Any) -> Tensor:
     return loss.detach()
 
 
-# The option.
-
-
 # The model.
-
-
-# Optimizers.
 
 
 def test_states_from_before_are_divided(mesh: DeviceMesh) -> None:
@@ -82,9 +76,6 @@ def test_states_from_before_are_divided(mesh: DeviceMesh) -> None:
             .state[want]["exp_avg"]
             .equal(optimizers[1].state[got]["exp_avg"].full_tensor())
         )
-
-
-# What a model may do afterwards.
 
 
 def test_other_names_of_a_part_are_noticed(mesh: DeviceMesh) -> None:
@@ -118,9 +109,6 @@ def test_memory_is_given_back_and_taken_again(mesh: DeviceMesh) -> None:
         value = full.pop(name)
         assert type(value) is Tensor and value.equal(param)
     assert schedules(model) and not full
-
-
-# --- simulated ranks
 
 
 NET = Net(
@@ -167,9 +155,6 @@ def test_random_cases_equal_the_plain_ranks(cases: int) -> None:
     assert counts.cases >= cases and counts.mismatches == 0
     assert counts.more["collectives"] > 10 * cases
     assert sum(name.endswith(" ranks") for name in counts.more) > 1
-
-
-# The interconnect.
 
 
 def meet(count: int, seed: int, *, swapped: bool = False, leaves: bool = False) -> list[Any]:

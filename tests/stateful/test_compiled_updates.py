@@ -92,9 +92,6 @@ def assert_untouched(model: Any, optimizer: Optimizer, before: list[Any]) -> Non
         assert a is b is None or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
-# --- loops: they give the optimizers
-
-
 def unusual_gradients(model: Any) -> list[Optimizer]:
     optimizer = adamw(model)
     steps(model, optimizer, 0, 1)

@@ -61,9 +61,6 @@ def assert_streamed(model: nn.Module, *, strict: bool = False) -> None:
     assert inputs and not (strict and plain)
 
 
-# --- edits: memory, hooks, modules, dtypes
-
-
 def in_place(model: Any) -> None:
     with torch.no_grad():
         model.layers[0].a.weight.mul_(0.5)
@@ -103,9 +100,6 @@ def hooks(model: Any) -> None:
 
 def another_dtype(model: Any) -> None:
     model.double()
-
-
-# --- edits: parameters that are tied, have other names, and are in other holders
 
 
 def assign(target: str, source: str, model: Any) -> None:
@@ -254,9 +248,6 @@ def test_edits_are_seen(name: str) -> None:
     assert_steps_same(plain, model, inputs)
 
 
-# --- checkpoints and copies
-
-
 def test_buffers_and_checkpoints() -> None:
     """Buffers that the user replaces; state_dict() with a prefix; load_state_dict(assign=True)."""
     plain, streamed = twins(zoo.batchnorm()[0])
@@ -275,9 +266,6 @@ def test_buffers_and_checkpoints() -> None:
         norm.running_var.fill_(3.0)
         model.eval()
     assert_steps_same(plain, streamed, batch())
-
-
-# --- data that is exchanged
 
 
 def to_backup(model: Any, backup: list[Tensor]) -> None:
@@ -322,9 +310,6 @@ def test_masters_follow_a_parameter_that_has_another_name() -> None:
         alias.mul_(0.0)
         del alias
         assert not torch.equal(before, streamed(x))
-
-
-# --- the model itself
 
 
 @pytest.mark.parametrize("first", ["torch.compile", "megacompile"])

@@ -52,9 +52,6 @@ def count_of(ops: Countdown, model: Any) -> int:
     return ops.calls
 
 
-# An op fails, each in turn.
-
-
 @pytest.mark.parametrize("adding", [False, True], ids=["first", "accumulating"])
 def test_any_op_may_fail(adding: bool) -> None:
     """In the forward and in the backward; then the step is repeated, in every bit."""
@@ -110,9 +107,6 @@ def test_a_failed_step_leaves_no_tensors() -> None:
 def _tensors() -> int:
     gc.collect()
     return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
-
-
-# NaN and inf.
 
 
 class Root(nn.Module):

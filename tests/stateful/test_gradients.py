@@ -54,9 +54,6 @@ def pair(kind: type[Net] = Net) -> tuple[Any, Any]:
     return twins(kind(), resident=0)
 
 
-# --- losses
-
-
 def l2(model: Any, x: Tensor) -> Tensor:
     penalty: Any = sum(0.01 * p.square().sum() for p in model.parameters())
     return model(x).square().mean() + penalty
@@ -87,9 +84,6 @@ def test_hooks_run_layer_by_layer_from_the_last_one() -> None:
     assert sorted(order[0]) == sorted(order[1])
     plain, ours = ([name for name in seen if "layers" in name][:6] for seen in order)
     assert plain == ours
-
-
-# --- autograd in the forward
 
 
 class Inner(Net):
@@ -143,9 +137,6 @@ def test_a_forward_that_sees_gradients(kind: type[Net]) -> None:
             if k == 3:
                 model.zero_grad()
         assert_same(plain, ours)
-
-
-# --- memory
 
 
 def buffers(model: Any) -> list[Tensor]:
@@ -217,9 +208,6 @@ def test_a_backward_that_fails_leaves_what_was_accumulated() -> None:
             for model in both:
                 loss(model, inputs(k)).backward()
             assert_same(*both)
-
-
-# --- gradients of residents
 
 
 def wide(layers: int = 3, width: int = 16) -> Tower:

@@ -79,9 +79,6 @@ class Pair:
         assert_close(self.plain, self.model)
 
 
-# --- other optimizers, and parameters that the optimizer does not know
-
-
 def test_optimizers_that_are_no_hindrance() -> None:
     """Over what was accumulated, over other parameters, and around the one that updates."""
     pair = Pair()
@@ -144,9 +141,6 @@ def test_a_module_that_the_optimizer_does_not_know() -> None:
     params[:] = [p for p in params if p is not pair.model.head.bias]
     with pytest.raises(OptimizerError):
         take_steps(pair.model, pair.optimizer, 1)
-
-
-# --- a backward that fails
 
 
 def fails(i: int, hidden: Tensor) -> Tensor:

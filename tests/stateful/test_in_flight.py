@@ -120,9 +120,6 @@ def test_who_waits_for_what() -> None:
     assert_same(both.plain, model)
 
 
-# --- other names of memory: the step waits where there is one, and so does who asks for one
-
-
 EXPORTS: dict[str, Callable[[Any], Tensor]] = {
     "to_dlpack": lambda p: LIBRARY.from_dlpack(LIBRARY.utils.dlpack.to_dlpack(p)),
     "_to_dlpack_versioned": lambda p: LIBRARY.from_dlpack(LIBRARY._C._to_dlpack_versioned(p)),
@@ -168,9 +165,6 @@ def test_other_names_of_memory() -> None:
         assert both.workers.waited == [BUCKET], name
         assert equal(found.detach(), plain.detach()), name
         del found
-
-
-# --- what fails
 
 
 def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:

@@ -41,9 +41,6 @@ def train(model: nn.Module, optimizer: Optimizer, seeds: range) -> None:
         optimizer.zero_grad()
 
 
-# --- owners
-
-
 class Two(nn.Module):
     def __init__(self, encoder: nn.Module | None = None) -> None:
         super().__init__()
@@ -136,9 +133,6 @@ def test_states_go_with_their_optimizer(options: dict[str, Any]) -> None:
     assert not any(buffer() is not None for buffer in buffers)
     train(AdamW(model.parameters(), lr=1e-2))
     assert equal(held, before)
-
-
-# --- device memory that is lent
 
 
 def test_what_may_be_done_inside() -> None:
@@ -241,9 +235,6 @@ def test_the_memory_is_not_there_any_more(fails: bool) -> None:
     assert_same(plain, model)
 
 
-# --- full parameters
-
-
 class Wrapper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -321,9 +312,6 @@ def test_names_behind_peft() -> None:
     engine = hf_qwen2(vocab_size=64)
     engine.load_state_dict(found, strict=False)
     assert torch.allclose(engine(**inputs).logits, want, atol=1e-5)
-
-
-# --- plain again
 
 
 def test_nothing_of_it_is_left() -> None:
@@ -419,9 +407,6 @@ def test_full_parameters_of_an_adapter_that_is_not_merged() -> None:
         full_parameters(model)
     model[0].merged = True
     assert len(dict(full_parameters(model))) == 2
-
-
-# --- on a GPU
 
 
 @pytest.mark.gpu

@@ -121,9 +121,6 @@ def test_the_rest_of_a_step_is_an_update_alone() -> None:
     assert HazardKind.WRONG_UPDATE in {hazard.kind for hazard in hazards(short)}
 
 
-# --- the budget
-
-
 def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest_plan() -> None:
     """Stepping down ends at the smallest plan."""
     made = program(8, gpu_memory=GIB)
@@ -181,8 +178,6 @@ def test_stages_stay_apart_where_that_is_better(options: dict[str, Any], why: st
     assert len(schedule.stages) > 1, why
     assert not any("run as one" in reason for reason in schedule.plan.reasons)
 
-
-# --- code that is not captured
 
 LAYER = 4 * WIDTH * (WIDTH + 1) * 4  # bytes, with a gradient and states
 
@@ -334,9 +329,6 @@ def test_a_draft_predicts_what_the_schedule_of_its_choice_does(
         for what, value in wanted.items():
             assert made[what] == value, (choice, what)
     assert (ops.actions(drafts.graphs.forward), len(drafts.graphs.forward.nodes)) == before
-
-
-# Saved tensors on a disk.
 
 
 @functools.cache

@@ -177,9 +177,6 @@ def test_what_is_computed_in_chunks(name: str) -> None:
     assert_close(gradients(after, *given), gradients(before, *given))
 
 
-# Sizes that change from call to call.
-
-
 def changing(loss: Loss) -> Capture:
     """Rows and lengths are symbols."""
 
@@ -221,9 +218,6 @@ def test_many_logits_have_another_program() -> None:
         )
 
 
-# When it is worth it.
-
-
 def test_what_the_option_leaves() -> None:
     given = made_of(hf)
     auto = {"head": Head.AUTO}
@@ -244,9 +238,6 @@ def test_chunks_are_tiles_and_equal() -> None:
         (4096, 2**24, 64),
     ):
         assert rows_of_a_chunk(rows, row_bytes, 2**30) == expected
-
-
-# --- the operator of a head in chunks, against cross_entropy(linear(...))
 
 
 bind_operators()
@@ -366,9 +357,6 @@ def test_a_target_that_is_no_class(target: int) -> None:
     for loss in (head.plain, head.chunked):
         with pytest.raises(IndexError, match=str(target)):
             loss()
-
-
-# --- memory and work
 
 
 class Watch(TorchDispatchMode):

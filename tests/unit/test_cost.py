@@ -205,9 +205,6 @@ def test_returned_memory_is_shared_by_views() -> None:
     assert (first.memory, third.memory) == (second.memory, -1)  # the first input's
 
 
-# --- instructions
-
-
 def test_a_value_is_computed_wherever_it_is_read() -> None:
     """With its parts: in the kernel that reduces it, and in the one that uses it afterwards."""
 
@@ -215,9 +212,6 @@ def test_a_value_is_computed_wherever_it_is_read() -> None:
     halves = found(lambda x: torch.add(*x.exp().chunk(2, dim=-1)), (N, N))
     kernels = [*cast.kernels, *halves.kernels]
     assert len(kernels) == 3 and all(kernel.instructions > 12 * N * N for kernel in kernels)
-
-
-# --- seconds
 
 
 def test_the_slowest_of_rate_bandwidth_and_instructions_counts() -> None:
@@ -265,9 +259,6 @@ def test_an_fp8_product_is_counted() -> None:
     assert product.size_bytes == SQUARE // 2 + SQUARE // 2 + SQUARE + numbers
     read_twice_and_written = 2 * (2 * SQUARE + SQUARE // 2)
     assert sum(k.size_bytes for k in casts) == pytest.approx(read_twice_and_written, rel=0.01)
-
-
-# --- device memory of schedules
 
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
@@ -389,9 +380,6 @@ def test_slots_are_shared_by_captured_graphs() -> None:
     one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[MemoryKind.ACTIVATIONS]
     boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
     assert boundary.live_bytes[MemoryKind.ACTIVATIONS] == 2 * one
-
-
-# --- the host
 
 
 P, G, S, M = MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES, MemoryKind.MASTERS

@@ -247,9 +247,6 @@ def test_it_finds_what_the_simulation_knows(name: str) -> None:
         assert next(iter(found)) == name
 
 
-# --- by hand: two steps whose schedule is that of `made`
-
-
 GRAPHS = ("forward", "backward", "update")
 
 

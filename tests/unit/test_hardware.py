@@ -64,9 +64,6 @@ def test_known_machines_are_whole_and_may_be_changed() -> None:
             H200.replace(**{name: value})
 
 
-# --- on file
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of the test's, with the file of a machine that has been measured."""

@@ -66,9 +66,6 @@ def test_a_declared_op_is_proved_shown_and_counted(noting: Schedule) -> None:
     assert "0LARGEST" in {event.label for event in simulate(noting, H200).events}
 
 
-# Schedules.
-
-
 def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
     return [
         (node.op, node.name, node.target, str(node.args), str(node.kwargs), dict(node.meta))
@@ -92,9 +89,6 @@ def test_a_copy_says_the_same_with_nodes_of_its_own(spec: dict[str, Any]) -> Non
             node.meta |= {"value": None, "more": 1}
             node.kwargs = {}
     assert list(map(shape_of, schedule.graphs.values())) == before, "the original stays"
-
-
-# Buckets.
 
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
@@ -151,9 +145,6 @@ def test_parameters_follow_each_other_aligned() -> None:
         assert 0 <= param.offset_bytes - end < ALIGNMENT_BYTES
         end = param.offset_bytes + param.size_bytes
     assert end <= mixed.size_bytes < end + ALIGNMENT_BYTES
-
-
-# Metas, and what surrounds a capture.
 
 
 def test_leaves_of_metas_are_leaves_whatever_the_mode() -> None:

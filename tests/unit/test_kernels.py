@@ -158,8 +158,6 @@ def check(
     return got
 
 
-# --- against the twins
-
 STATES, PARAMS = (FP32, BF16, EIGHT_BIT), (BF16, FP16, FP32)
 SQUARE = [  # each pair of rule, state and parameter
     (rule, STATES[i], PARAMS[(i + k) % 3]) for k, rule in enumerate(RULES) for i in range(3)
@@ -280,9 +278,6 @@ def test_weight_decay_of_0_leaves_an_infinite_parameter() -> None:
         assert update.param[3] == -torch.inf
 
 
-# --- stochastic rounding
-
-
 @pytest.mark.parametrize("momentum", [False, True])
 def test_stochastic_rounding_is_bit_identical(momentum: bool) -> None:
     """Where the arithmetic is exact: g = 2^-k, lr a power of two, no decay, no moments."""
@@ -310,9 +305,6 @@ def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
         torch.testing.assert_close(param.float(), values, rtol=0, atol=0, equal_nan=True)
 
 
-# --- what is refused
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled: bool) -> None:
     """The gradients, their factors and the scalars are new; of several signatures."""
@@ -337,9 +329,6 @@ def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled
         each.renew(grads, factors)
     run(ADAM, [each.launch(hypers, block=1024, device=DEVICE) for each in tables], DEVICE)
     assert_same(ADAM, both, wants)
-
-
-# --- compiled for a GPU that need not be there
 
 
 def compile_for_a_gpu() -> None:
@@ -371,9 +360,6 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     """What Triton's interpreter takes its compiler may refuse: in a process that compiles."""
     program = "from tests.unit import test_kernels; test_kernels.compile_for_a_gpu()"
     python("-c", program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-
-
-# --- on the GPU alone
 
 
 @pytest.mark.gpu

@@ -50,9 +50,6 @@ FLOORS = (
 APART = {"passes", "plan"}  # no part of the runtime but `runtime.model` knows who makes schedules
 
 
-# --- the import direction
-
-
 def floor(module: str) -> int | None:
     """The floor of one of our modules; None where `FLOORS` does not know it."""
     name = module.removeprefix("megacompile").removeprefix(".")

@@ -55,9 +55,6 @@ def step(model: nn.Module, optimizers: list[Any]) -> None:
         optimizer.step()
 
 
-# --- the log
-
-
 VALUES: dict[str, dict[str, int]] = {
     "": {},
     "schedule,": {"schedule": INFO},
@@ -103,9 +100,6 @@ def test_what_is_asked_for_is_printed_and_nothing_else(
         assert {each[2] for each in words} == {f"megacompile.{each}" for each in subjects}
         assert (schedule.table() in printed) == ("schedule" in subjects)
         assert (schedule.code() in printed) == ("+" in value), "that is DEBUG"
-
-
-# --- warnings point at the user's line
 
 
 class Net(nn.Module):
@@ -187,9 +181,6 @@ def test_ranks_say_once_what_is_the_same(rank: int, monkeypatch: pytest.MonkeyPa
     of_ranks, there = said(), False
     assert of_ranks == ["ALL", "HOST", "RANK"][rank:2] + [f"rank {rank}: RANK"]
     assert said() == ["ALL", "HOST", "RANK"]
-
-
-# --- one line on stderr
 
 
 class Terminal(io.StringIO):

@@ -79,9 +79,6 @@ def test_the_front_door_hands_every_option_on(name: str) -> None:
     assert name in NOT_ASKED or name in str(caught.value)
 
 
-# --- good values
-
-
 @pytest.mark.parametrize(
     ("given", "field", "wanted"),
     [
@@ -113,9 +110,6 @@ def test_cuda_devices_get_an_index(two_gpus: None, given: Any, wanted: int) -> N
     assert options.lowering is Lowering.INDUCTOR
     assert Options.resolve(device=given, lowering="eager").lowering is Lowering.EAGER
     assert Options.resolve(device="cpu").lowering is Lowering.EAGER
-
-
-# --- refused
 
 
 REFUSED: list[dict[str, Any]] = [

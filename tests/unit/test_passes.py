@@ -124,9 +124,6 @@ CHAINS: dict[str, Callable[..., list[Pass]]] = {
 }
 
 
-# What is seen of a graph.
-
-
 def _calls(graph: fx.Graph, names: str, shown: Callable[[fx.Node], Any]) -> str:
     """Of some ops, their label and some values: "2B(w2)"."""
     found = [n for n in ops.nodes_of(graph) if re.fullmatch(names, _name(n))]
@@ -203,9 +200,6 @@ def test_a_pass_makes_what_the_table_says(case: Case) -> None:
         else:
             pattern = ".*".join(map(re.escape, re.split(r" ?\.\.\. ?", wanted)))
             assert re.fullmatch(pattern, shown), f"{name}> {shown}"
-
-
-# What holds of all.
 
 
 @st.composite

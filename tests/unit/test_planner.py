@@ -38,9 +38,6 @@ def as_kind(kind: type[Problem], like: Problem) -> Any:
     return kind(**{each.name: getattr(like, each.name) for each in fields(like) if each.init})
 
 
-# --- more memory
-
-
 class Patient(Problem):
     """A problem without lower bounds, so that the search skips nothing."""
 
@@ -131,9 +128,6 @@ def test_with_room_for_everything_nothing_is_streamed(in_backward: bool) -> None
         assert others is not None and others.choice.places.resident == there
 
 
-# --- what fits
-
-
 def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
     tower = problem(64 * GIB)
     for count, keep in itertools.product((0, 3, 12), (0, 1, 6, 12)):
@@ -145,9 +139,6 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
         if count == len(tower.buckets):  # the device helps nobody: no memory for that
             more += CHUNKS * CHUNK_BYTES
         assert exact <= quick <= exact + more
-
-
-# --- what pays
 
 
 class Whole(Problem):
@@ -233,9 +224,6 @@ def test_memory_goes_where_it_pays(what: str) -> None:
     assert found.step_s < (1.0 if what == "resident" else 0.95) * fewer.step_s
 
 
-# --- tiles
-
-
 class Block(nn.Module):
     """Attention that takes most of the time, and an MLP that takes most of the memory."""
 
@@ -301,9 +289,6 @@ def test_the_longest_tile_stands_for_all_of_them() -> None:
     assert fits <= rest
 
 
-# --- toys: the costs of a choice are a formula
-
-
 class Toy(Problem):
     """A problem with the costs of the current toy, `COSTS`."""
 
@@ -353,9 +338,6 @@ def test_toys_get_about_the_best_of_all_choices() -> None:
         )
         best = min(toy.step_s(each) for each in choices if toy.peak_bytes(each) <= budget)
         assert found.step_s <= 1.05 * best, (seed, found.choice)
-
-
-# --- shapes alone
 
 
 @pytest.mark.parametrize("kind", quantized.OWN)

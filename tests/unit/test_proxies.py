@@ -54,8 +54,6 @@ def pair() -> tuple[Tensor, Tensor, StreamedParameter]:
     return weight(), host, StreamedParameter(host, CPU)
 
 
-# --- reading
-
 NOT_DIFFERENTIABLE = {
     *("item", "bool", "data", "len", "all close", "text", "shape", "list", "numpy")
 }
@@ -104,8 +102,6 @@ def test_reads_and_their_gradients_are_the_plain_ones() -> None:
             assert plain.grad is not None
             assert equal(plain.grad, proxy.grad), name
 
-
-# --- writing
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "mul_ by itself": lambda p: p.mul_(p),
@@ -166,9 +162,6 @@ def test_data_of_another_shape_or_dtype_is_refused() -> None:
         assert equal(host, weight())
 
 
-# --- memory
-
-
 def track_fetches(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
     """References to the copies that are made from now on."""
     found: list[weakref.ref[Tensor]] = []
@@ -198,9 +191,6 @@ def test_no_copy_outlives_its_operation(monkeypatch: pytest.MonkeyPatch) -> None
         proxy.add_(1)
     assert len(fetched) > 4
     assert [copy() for copy in fetched] == [None] * len(fetched)
-
-
-# --- copies and pickles that the forward makes
 
 
 class Copies(nn.Module):
@@ -235,9 +225,6 @@ def test_a_deep_copy_and_a_checkpoint_in_the_forward() -> None:
     for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert equal(p.grad, q.grad), name
         assert equal(ours.saved[name], p.detach()) and type(ours.saved[name]) is Tensor
-
-
-# --- a parameter that lives on the device
 
 
 def test_operators_that_read_get_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,9 +131,6 @@ def test_an_infinite_parameter_and_a_group_of_an_older_checkpoint() -> None:
     assert list(ADAM.hyper(older, step=1)) == list(ADAM.hyper(group, step=1))
 
 
-# --- low precision
-
-
 def test_a_bf16_parameter_is_rounded_once() -> None:
     """One step from bf16 values with fp32 moments is the fp32 step, rounded to nearest."""
     grad = gradients(BF16)[:1]
@@ -170,8 +167,6 @@ def test_8_bit_states_follow_those_of_32(kind: Any, options: Any, tolerance: flo
         back = dequantize(codes, scales, rule.signed(name))
         assert (back - states[name]).norm() < 0.1 * states[name].norm(), name
 
-
-# --- 8-bit blocks
 
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
@@ -262,9 +257,6 @@ def test_what_was_quantized_is_quantized_to_the_same(signed: bool, flush: bool) 
     assert torch.equal(absmax.view(torch.int32), largest.view(torch.int32))
 
 
-# --- stochastic rounding
-
-
 def test_philox_is_the_published_one() -> None:
     """Its known answers for zeros (Random123's kat_vectors): the first word."""
     assert philox(0, torch.tensor([0])).tolist() == [0x6627E8D5]
@@ -290,9 +282,6 @@ def test_seeds_differ_by_everything() -> None:
     everything = itertools.product((0, 1, 2**63 + 5), range(20), range(10), range(2))
     seeds = {seed_of(*each) for each in everything}
     assert len(seeds) == 3 * 20 * 10 * 2 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-# --- what is known of optimizers
 
 
 def test_an_optimizer_is_known_by_its_very_class() -> None:

@@ -95,9 +95,6 @@ def done(request: Any) -> None:
     begun(request).wait()
 
 
-# --- places
-
-
 def test_the_file_has_no_name_and_its_places_are_allocated(tmp_path: Path) -> None:
     file = disk_of(tmp_path)
     assert os.listdir(tmp_path) == [] and os.fstat(file.fd).st_nlink == 0
@@ -189,9 +186,6 @@ def test_no_direct_io_is_said_once(
         assert disk_of(tmp_path).direct_fd is None
 
 
-# --- reads and writes
-
-
 @pytest.mark.parametrize(("way", "short"), [("preadv", PAGE + 100), ("pwritev", 77)])
 def test_short_calls_go_on(
     disk: Memory, monkeypatch: pytest.MonkeyPatch, way: str, short: int
@@ -247,9 +241,6 @@ def test_an_error_is_that_of_the_request(
     assert not any(map(disk.disk.moved_bytes, Way))
 
 
-# --- who looks through the mapping
-
-
 def test_mapping_and_direct_io_see_the_same(disk: Memory) -> None:
     rng = random.Random(0)
     buffer, plain = disk.buffer(SIZE), memory()
@@ -292,9 +283,6 @@ def test_a_child_does_not_write_into_the_file_and_gives_nothing_back(disk: Memor
     done(request)
     assert torch.equal(holder[0].bytes(SIZE), ones)
     assert torch.equal(disk.contents(holder[0]), ones)
-
-
-# --- interrupts
 
 
 def test_ctrl_c_while_it_waits(disk: Memory) -> None:

@@ -112,9 +112,6 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
     assert timeline.busy_s(Stream.H2D) == 2.0
 
 
-# --- several steps
-
-
 BUCKETS = (gigabytes(0, 2.0), gigabytes(1, 2.0))
 
 
@@ -260,9 +257,6 @@ def test_the_order_of_graphs() -> None:
     order = [e.graph for e in timeline.events if e.label == "SNAPSHOT"]
     assert order == ["forward", "forward", "backward", "backward"]
     assert timeline.total_s == 6.0
-
-
-# --- real schedules
 
 
 def streamed(in_backward: bool) -> Schedule:

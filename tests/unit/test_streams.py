@@ -107,9 +107,6 @@ def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Any) -> No
     ]
 
 
-# --- copies that the host is not ready for
-
-
 class Bucket:
     """A bucket that the host works on until `over`."""
 

@@ -37,9 +37,6 @@ def keys_of(tower: Problem) -> list[int]:
     return [bucket.key for bucket in tower.buckets]
 
 
-# --- sums
-
-
 def check_sums(tower: Problem, choice: Choice) -> Schedule:
     """The sums equal the cost model's for the choice's schedule."""
     schedule = tower.schedule(choice)
@@ -68,9 +65,6 @@ def test_saved_tensors_and_other_graphs_count_too() -> None:
         check_sums(tower, replace(tower.with_residents(count), offload=offload))
     check_sums(wide_problem(), Choice(0, offload=9, saved_on_disk=4))
     assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
-
-
-# --- the host's budget
 
 
 def test_less_host_memory_means_more_residents() -> None:
@@ -131,9 +125,6 @@ def test_every_other_stage_runs_again_where_the_host_has_too_little_for_their_ou
     assert search(replace(tight, host_budget_bytes=again - 1), resident=False) is None
 
 
-# --- which states lie on the disk
-
-
 @pytest.mark.parametrize(
     ("in_backward", "dtype", "share"), [(*MODES[0], 1.0), (*MODES[3], 1.0), (*MODES[2], 0.6)]
 )
@@ -180,9 +171,6 @@ def test_the_largest_live_on_the_device_before_most_others() -> None:
     four, first = last.places(4).resident, [b.key for b in last.candidates]
     assert largest in four and four >= {*first[:3]}
     assert replace(last, disk_budget_bytes=None).places(4).resident == {*first[:4]}
-
-
-# --- which parameters
 
 
 def test_parameters_go_where_states_are_not_enough() -> None:

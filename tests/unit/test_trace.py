@@ -65,9 +65,6 @@ def check_order(t: Trace, graphs: int, slack_s: float = 0.0) -> None:
                     assert by_node[source].stop_s <= span.start_s + slack_s, span
 
 
-# --- on a GPU
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     """What an op waits for is over when it begins, across streams too (by 10 us of resolution)."""
@@ -89,9 +86,6 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     assert min(u.start_s for u in updates) >= max(s.stop_s for s in device) - 1e-3, "one axis"
     peak = max(size for _, size in t.measured.memory())
     assert 0 < peak <= torch.cuda.max_memory_allocated()
-
-
-# --- what is recorded
 
 
 TICK_S = 2.0**-20
@@ -245,9 +239,6 @@ def test_blocks_of_several_traces_models_and_threads() -> None:
     for wrong in ((nn.Linear(2, 2),), ()):
         with pytest.raises(ModelError):
             trace(*wrong)
-
-
-# --- predictions and files
 
 
 @pytest.fixture(scope="module")

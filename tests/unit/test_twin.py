@@ -133,9 +133,6 @@ def test_compiled_adam_is_the_twin_in_every_bit(dtypes: tuple[torch.dtype, torch
     assert differing(mine, its) == []
 
 
-# --- chunks that a device makes
-
-
 def chunks_of(
     monkeypatch: pytest.MonkeyPatch, buffers: int, size_bytes: int
 ) -> tuple[Chunks, list[str]]:

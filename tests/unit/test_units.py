@@ -189,9 +189,6 @@ def test_the_first_stages_of_the_backward_stay_on_the_device(
     assert not guessed.keep and guessed.offload == offload, "a backward of other outputs"
 
 
-# On the host.
-
-
 @pytest.mark.parametrize(
     ("count", "keep", "chosen"), [(2, 1, {1, 4}), (1, 4, {2}), (9, 5, {0, 1, 2})]
 )

@@ -139,9 +139,6 @@ def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
-# Edits that are no line of text.
-
-
 def offload_first_part(schedule: Schedule) -> None:
     """Offload the gradients of the shared bucket before 0B has added its own."""
     graph, part = schedule.graphs["backward"], find(schedule, "backward", "g0_3")
@@ -272,9 +269,6 @@ def test_every_edge_of_an_op_of_a_disk_matters(name: str) -> None:
     assert hazards(schedule) == [] and dropped >= 2
 
 
-# --- schedules of ranks
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two slots": {"lookahead": 1, "slots": 2, "reuse": True, "accumulate": True},
@@ -309,9 +303,6 @@ def digests(schedule: Schedule) -> list[str]:
     return [Collectives.of(graph, name, "").digest for name, graph in schedule.graphs.items()]
 
 
-# What the passes make.
-
-
 @pytest.mark.parametrize("options", [*OPTIONS.values(), *REPLICATED.values(), DEFERRED], ids=str)
 def test_what_the_passes_make_is_right(options: dict[str, Any]) -> None:
     for kind in ({"ranks": 3}, {"replicas": 2}):
@@ -326,9 +317,6 @@ def test_what_the_passes_make_is_right(options: dict[str, Any]) -> None:
     keeps = ("keep", "recompute", "selective", "offload")  # ranks may keep other stages
     kept = [ranks_built(rank=i % 2, activations=how) for i, how in enumerate(keeps)]
     assert all(digests(schedule) == digests(kept[0]) for schedule in kept)
-
-
-# Between ranks.
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
@@ -355,9 +343,6 @@ OTHER: dict[str, tuple[Schedule, Schedule]] = {
 def test_what_another_rank_runs_differs(name: str) -> None:
     one, other = OTHER[name]
     assert digests(one) != digests(other)
-
-
-# Replicas.
 
 
 def without_sum(graph: fx.Graph, mean: fx.Node) -> fx.Node:

@@ -24,9 +24,6 @@ from tests.stateful.late import AtCall
 CPU = torch.device("cpu")
 
 
-# --- who makes which
-
-
 class Made:
     """An update that only says who made it."""
 
@@ -228,9 +225,6 @@ def test_what_follows_work_that_raises_is_done(
     two._host.submit(lambda: [].pop())
     assert two._host.call(lambda: 7) == 7
     assert [each.exc_type for each in said] == [IndexError]
-
-
-# --- on a GPU: who made an update shows in nothing but the time
 
 
 _WIDTH = 1024  # a bucket has more elements than the least that the device helps with

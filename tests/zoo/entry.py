@@ -120,8 +120,6 @@ def floats(*size: int, seed: int = 2) -> Tensor:
     return torch.randn(*size, generator=seeded(seed))
 
 
-# --- entries for the models of transformers and diffusers
-
 Config = Mapping[str, Any]
 
 # What most configurations of transformers call the same.
