@@ -17,7 +17,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 from megacompile import compat
 from megacompile.options import Lowering, Options
@@ -41,11 +41,14 @@ class Process:
     def __init__(
         self, module: str, request: bytes, *, sees_gpus: bool = False, answers: bool = False
     ) -> None:
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        # Without buffers: a buffer's lock, held by a thread that waits for an answer, would stay
+        # locked in a child of a fork, which closes the pipes.
+        self._errors: Any = tempfile.TemporaryFile(buffering=0)
         environment = {k: v for k, v in os.environ.items() if k != "MEGACOMPILE_LOG"}
         environment |= {} if sees_gpus else dict.fromkeys(_HIDDEN, "")
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if answers else subprocess.DEVNULL,
             stderr=self._errors,
@@ -62,8 +65,9 @@ class Process:
     def send(self, message: bytes) -> None:
         """Send a pickle to the process. Raises BrokenPipeError if it has ended."""
         assert self._process.stdin is not None
-        self._process.stdin.write(message)
-        self._process.stdin.flush()
+        rest = memoryview(message)
+        while rest:
+            rest = rest[self._process.stdin.write(rest) :]
 
     def hear(self) -> str:
         """Wait for a line from its stdout; "" if it has ended."""
@@ -97,7 +101,7 @@ class Process:
             self._process.returncode = 0  # the child cannot wait for it
 
 
-def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+def _stop(process: subprocess.Popen[bytes], errors: Any) -> None:
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # with its child processes
@@ -107,10 +111,10 @@ def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
     _close(process, errors)
 
 
-def _close(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+def _close(process: subprocess.Popen[bytes], errors: Any) -> None:
     for pipe in (process.stdin, process.stdout, errors):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # flushing to a closed pipe
+            with contextlib.suppress(OSError):
                 pipe.close()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -286,6 +287,28 @@ def trained(make: Callable[[nn.Module], Any], options: dict[str, Any]) -> tuple[
 
 def backward(model: Any) -> None:
     model(torch.ones(2, 4, dtype=DTYPE)).sum().backward()
+
+
+def test_a_fork_while_a_process_is_waited_for(
+    beside: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data loaders fork in the first step. The child closes the pipes that threads here read."""
+    monkeypatch.setenv(compile_pool.VARIABLE, "2")
+    with torch._inductor.config.patch(compile_threads=8):
+        compile_pool.start(CPU)
+    assert len(processes()) == 2
+    time.sleep(0.2)  # until the threads read
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    until_s = time.monotonic() + 20
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    if found == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    compile_pool.stop()
+    assert found == (child, 0)
 
 
 def test_a_process_that_refuses_is_believed(beside: Callable[[str], None]) -> None:
