@@ -12,13 +12,14 @@
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md), ARGS=--lengths (captures while sizes change)
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
 #                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
+#   make docs     the documentation as a site, in site/; a broken link is an error
 #   make lint     ruff, mypy --strict, and docstrings and class names (tests/prose.py)
 #   make bench    the benchmarks (an NVIDIA GPU), `make peers` first
 #   make peers    the same training steps by DeepSpeed, FSDP2, RoundPipe, torchao and PyTorch, into
 #                 benchmarks/results and docs/measured.md (an NVIDIA GPU, up to five hours);
 #                 ARGS="--out FILE --continue" goes on with a file
 #   make format   ruff's formatter and its safe fixes
-#   make clean    remove .venv, .zoo, .examples, .matrix and every cache
+#   make clean    remove .venv, .zoo, .examples, .matrix, site, dist and every cache
 #
 # Settings, each `make demo NAME=value`:
 #
@@ -62,6 +63,7 @@ LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases re
 
 ifdef PY
 INSTALLED :=
+DOCS_INSTALLED :=
 ZOO_PY = $(PY)
 ZOO_INSTALLED :=
 EXAMPLES_PY = $(PY)
@@ -70,6 +72,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs
 ZOO_PY := $(ZOO)/bin/python
 ZOO_INSTALLED := $(ZOO)/.zoo
 EXAMPLES_PY := $(EXAMPLES)/bin/python
@@ -95,7 +98,7 @@ IN_PARALLEL = import importlib.util as u; \
 TEST_BY_TEST = import importlib.util as u; \
 	print("-n auto --dist load --maxschedchunk 1" if u.find_spec("xdist") else "")
 
-.PHONY: demo test gpu thorough limits matrix zoo examples lint bench peers format clean
+.PHONY: demo test gpu thorough limits matrix zoo examples docs lint bench peers format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -134,6 +137,9 @@ zoo: $(ZOO_INSTALLED)
 examples: $(EXAMPLES_INSTALLED)
 	$(EXAMPLES_PY) -m pytest $$($(EXAMPLES_PY) -c '$(IN_PARALLEL)') $(ARGS) $(LOOPS)
 
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -158,7 +164,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(ZOO) $(EXAMPLES) .matrix build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(EXAMPLES) .matrix site build dist megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find megacompile passes runtime tests examples benchmarks -name __pycache__ -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -168,6 +174,10 @@ $(VENV)/.installed: pyproject.toml
 		else $(PYTHON) -m venv $(VENV); fi
 	$(VENV)/bin/python -c '$(HAS_TORCH)' 2>/dev/null || $(VENV)/bin/python -m pip install "$(TORCH)"
 	$(VENV)/bin/python -m pip install --editable ".[dev]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --editable ".[docs]"
 	touch $@
 
 # Each torchvision asks for one torch. Told to leave ours, pip finds the torchvision that goes with it.
