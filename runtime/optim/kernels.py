@@ -1,6 +1,6 @@
 """The update kernel of all rules: one launch for a bucket's parameters of the same signature.
 
-    g = scale * (factor * grad);   p, states = rule(p, g, states, scalars)
+    g = scale * grad;   p, states = rule(p, g, states, scalars)
 
 Gradient, parameter and states are read once; parameter, copy and states are written once. The
 rule's arithmetic (`OptimizerRule.kernel`) is inlined. The twin is `runtime/optim/twin.py`.
@@ -86,7 +86,6 @@ def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
         "COPY": _in_triton(signature.copy),
         "STOCHASTIC": signature.stochastic,
         "ALIGNED": signature.aligned,
-        "SCALED": signature.scaled,
     }
 
 
@@ -223,27 +222,6 @@ def store_state(
 
 
 @triton.jit
-def load_gradient(
-    table,
-    FACTOR: tl.constexpr,  # its column
-    index,
-    mask,
-    GRAD: tl.constexpr,
-    MATH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """A tile of the gradient in MATH, multiplied by its factor if SCALED, rounded as by `mul_`."""
-    if not SCALED:
-        return load(table, _GRAD, index, mask, GRAD, MATH, ALIGNED)
-    else:
-        WIDE: tl.constexpr = tl.float64 if GRAD == tl.float64 else tl.float32
-        factor = tl.load(tl.load(table + FACTOR).to(tl.pointer_type(GRAD))).to(WIDE)
-        product = load(table, _GRAD, index, mask, GRAD, WIDE, ALIGNED) * factor
-        return round_nearest(product, GRAD).to(MATH)
-
-
-@triton.jit
 def _update(
     blocks,
     table,
@@ -257,7 +235,6 @@ def _update(
     COPY: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     HYPERS: tl.constexpr,
 ):
@@ -268,8 +245,7 @@ def _update(
     row = tl.load(blocks + 2 * program).to(tl.int64)
     tile = tl.load(blocks + 2 * program + 1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = tile[:, None] * 256 + tl.arange(0, 256)[None, :]
-    FACTOR: tl.constexpr = SEED + 1
-    table += row * (FACTOR + 1)
+    table += row * (SEED + 1)
     hyper += row * HYPERS
     numel = tl.load(table)
     if ALIGNED:  # a vector load never crosses the tensor's end
@@ -277,7 +253,7 @@ def _update(
     mask = index < numel
 
     p = load(table, _PARAM, index, mask, PARAM, MATH, ALIGNED)
-    g = load_gradient(table, FACTOR, index, mask, GRAD, MATH, ALIGNED, SCALED) * tl.load(hyper)
+    g = load(table, _GRAD, index, mask, GRAD, MATH, ALIGNED) * tl.load(hyper)
     at = (tile, index, mask)
     states = ()
     for i in tl.static_range(len(STATES)):

@@ -163,7 +163,6 @@ class Update(NamedTuple):
     out: Tensor | None = None  # destination of the new parameter, of its dtype; None: `param`
     copy: Tensor | None = None  # second destination, of another float dtype
     seed: int | None = None  # of stochastic rounding, for a bf16 parameter
-    factor: Tensor | None = None  # 0-d, of the gradient's dtype; applied first, as by `grad.mul_`
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Update:
         """The update with each existing tensor replaced by `function(name, tensor)`. Names are
@@ -215,8 +214,7 @@ def math_dtype(param: torch.dtype) -> torch.dtype:
 #
 #     blocks  (programs, 2) int32: the parameter's row, the block's number in the parameter
 #     table   (params, columns) int64: numel; addresses of param, out, copy, grad, each state (or
-#             its codes) and each state's absmax; the seed; the address of the gradient's factor.
-#             Missing tensors are 0
+#             its codes) and each state's absmax; the seed. Missing tensors are 0
 #     hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 #
 # `blocks` depends only on the sizes and is cached. The others are fetched in every call, from one
@@ -237,7 +235,6 @@ class Signature(NamedTuple):
     states: tuple[torch.dtype | None, ...]  # uint8: 8-bit codes
     stochastic: bool
     aligned: bool
-    scaled: bool  # True if gradients have a factor
 
 
 class Launch(NamedTuple):
@@ -267,14 +264,10 @@ class Table:
         self._rows = array("q", itertools.chain.from_iterable(rows))
         self._numels = tuple([row[NUMEL] for row in rows])
 
-    def renew(self, gradients: Sequence[int], factors: Sequence[int] | None) -> None:
-        """Set the addresses of other gradients, aligned like the previous ones, and of their
-        factors, of all parameters of the step."""
-        rows, columns, positions = self._rows, self._columns, self.positions
-        of_factors = [factors[k] for k in positions] if factors else [0] * len(positions)
-        rows[GRAD::columns] = array("q", [gradients[k] for k in positions])
-        rows[columns - 1 :: columns] = array("q", of_factors)
-        self.signature = self.signature._replace(scaled=factors is not None)
+    def renew(self, gradients: Sequence[int]) -> None:
+        """Set the addresses of other gradients, aligned like the previous ones, of all parameters
+        of the step."""
+        self._rows[GRAD :: self._columns] = array("q", [gradients[k] for k in self.positions])
 
     def launch(
         self, hypers: Sequence[tuple[float, ...]], *, block: int, device: torch.device
@@ -317,7 +310,7 @@ def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> I
 
 def describe(rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]:
     """A parameter's signature and its row of the table."""
-    param, grad, given, _, out, copy, seed, factor = update
+    param, grad, given, _, out, copy, seed = update
     numel = param.numel()
     out = param if out is None else out
     codes = [state[0] if isinstance(state, tuple) else state for state in given]
@@ -327,7 +320,6 @@ def describe(rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]
         assert state is not None or moment.option is not None, moment.name
         assert absmax is None or (state is not None and state.dtype == torch.uint8)
         assert absmax is None or absmax.dtype == torch.float32
-    assert factor is None or (factor.dtype, factor.dim()) == (grad.dtype, 0)
     dense = [_address(tensor, numel) for tensor in (param, out, copy, grad, *codes)]
     scales = [_address(tensor, absmax_numel(numel)) for tensor in absmaxes]
     signature = Signature(
@@ -337,10 +329,8 @@ def describe(rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]
         states=tuple(None if state is None else state.dtype for state in codes),
         stochastic=seed is not None and param.dtype == torch.bfloat16,
         aligned=functools.reduce(operator.or_, dense, numel) % _ALIGNMENT == 0,
-        scaled=factor is not None,
     )
-    at = 0 if factor is None else factor.data_ptr()
-    return signature, [numel, *dense, *scales, seed or 0, at]
+    return signature, [numel, *dense, *scales, seed or 0]
 
 
 def _address(tensor: Tensor | None, numel: int) -> int:

@@ -75,8 +75,7 @@ def apply(rule: OptimizerRule, update: Update) -> None:
     step = function_of(rule)
     for first in range(0, numel, CHUNK):
         part = whole if numel <= CHUNK else whole.part(first, min(first + CHUNK, numel))
-        grad = part.grad if part.factor is None else part.grad * part.factor
-        step(part.param, grad, part.states, part.copy, scalars, part.seed, part.out, first)
+        step(part.param, part.grad, part.states, part.copy, scalars, part.seed, part.out, first)
 
 
 def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
@@ -98,7 +97,6 @@ def update_again(
     rule: OptimizerRule,
     tables: Sequence[Table],
     gradients: Sequence[int],
-    factors: Sequence[int] | None,
     hypers: Sequence[tuple[float, ...]],
     device: torch.device,
 ) -> None:
@@ -107,7 +105,7 @@ def update_again(
     from megacompile.runtime.optim.kernels import BLOCK, run
 
     for table in tables:
-        table.renew(gradients, factors)
+        table.renew(gradients)
     run(rule, (each.launch(hypers, block=BLOCK, device=device) for each in tables), device)
 
 
@@ -132,8 +130,7 @@ def _store(state: State, values: Tensor, table: Tensor | None, *, signed: bool) 
 
 
 def arguments(update: Update) -> tuple[Any, ...]:
-    """The arguments of `function_of` for a flat update on the host, whose factor is in `hyper`."""
-    assert update.factor is None
+    """The arguments of `function_of` for a flat update on the host."""
     scalars = torch.tensor(tuple(update.hyper), dtype=math_dtype(update.param.dtype))
     seed = None if update.seed is None else torch.tensor(update.seed)
     table = tables(update.param.device) if has_codes(update.states) else None

@@ -32,11 +32,8 @@ from megacompile.runtime.params.gradient_guards import (
     sum_late,
     take,
 )
-from megacompile.runtime.params.guards import GuardState, any_shared, guard_of, release
+from megacompile.runtime.params.guards import GuardState, guard_of, release
 from megacompile.runtime.params.host_bucket import HostBucket
-
-# average bytes per gradient: a GPU scales smaller ones faster than the host can guard them
-LEAST_FOLDED = 4 * 2**20
 
 
 class GradRoute(enum.Enum):
@@ -190,10 +187,7 @@ class BackwardPass:
         streams: Streams,
         buckets: Mapping[int, HostBucket],
         ranks: Ranks | None = None,
-        *,
-        folds: bool = False,  # updates on the device multiply gradients by a factor themselves
     ) -> None:
-        self.folds = folds
         self.ranks = ranks
         self.streams = streams
         self.buckets = buckets
@@ -259,8 +253,6 @@ class BackwardPass:
             for k, i in enumerate(norms_of.indices):
                 if (key, i) in in_place and not records[key, i].watched:
                     self._serve(key, i, partial(_of_one, rows, norms_of, k), lazy=key in lazy)
-        if self.folds:
-            self._fold({place for place in in_place if not records[place].watched})
         records.clear()
 
     def _sum(self, ranks: Ranks) -> None:
@@ -349,21 +341,6 @@ class BackwardPass:
             name, copied = bucket.layout.params[i].name, self.copies[key] if lazy else None
             state, work = GuardState.LAZY, bucket.pending
             GradientGuard(gradient, state, name, norms, work=work, copied=copied)
-
-    def _fold(self, quiet: Iterable[ParamId]) -> None:
-        """Guard the gradients that stay on the device; they record a factor from now on."""
-        resident = [bucket for bucket in self.buckets.values() if bucket.resident is not None]
-        size_bytes = sum(bucket.layout.size_bytes for bucket in resident)
-        if size_bytes < LEAST_FOLDED * sum(len(bucket.params) for bucket in resident):
-            return
-        for key, i in quiet:
-            bucket = self.buckets[key]
-            gradient = bucket.params[i].grad
-            if bucket.resident is None or type(gradient) is not torch.Tensor:
-                continue
-            if not any_shared([gradient]):  # an alias would read it unscaled
-                name = bucket.layout.params[i].name
-                GradientGuard(gradient, GuardState.FOLDED, name, work=bucket.pending)
 
 
 def _of_one(rows: Rows, norms: Norms, k: int) -> tuple[float, ...]:

@@ -5,9 +5,6 @@ free on the device, where each gradient has been. So `vector_norm` and `_foreach
 norm computed there, and a multiplication only records its factor, which the optimizer applies:
 stock `clip_grad_norm_` needs nothing else. Any other use multiplies first.
 
-**Folded** (of a resident bucket): the update multiplies by the factor, and rounds like `mul_`; so
-clipping moves no memory. The factor stays on the device: reading it would wait for the backward.
-
 **Taken** by an update in the backward: only the L2 norm is left, so loops that log it keep working
 (`clip_grad_norm_(parameters, inf)`). A factor of 1 changes nothing. Other uses are errors.
 
@@ -43,12 +40,12 @@ from megacompile.runtime.params.pending import Pending
 class GradientGuard(Guard):
     """Guards one `p.grad` until its first use or its replacement."""
 
-    __slots__ = ("copied", "factor", "name", "norms", "scale", "version", "work")
+    __slots__ = ("copied", "name", "norms", "scale", "version", "work")
 
     def __init__(
         self,
         tensor: torch.Tensor,
-        state: GuardState,  # LAZY, FOLDED, TAKEN or UNSUMMED
+        state: GuardState,  # LAZY, TAKEN or UNSUMMED
         name: str,  # the parameter's
         # returns the L2 norm and, if computed, the largest absolute value
         norms: Callable[[], Sequence[float]] | None = None,
@@ -62,7 +59,6 @@ class GradientGuard(Guard):
         self.work = work
         self.copied = copied
         self.scale = 1.0  # lazy: the factor that is not applied yet
-        self.factor: torch.Tensor | None = None  # folded: 0-d, of the tensor's dtype and device
         self.version = compat.version(tensor)
         guard([tensor], self)
 
@@ -94,9 +90,8 @@ class GradientGuard(Guard):
         self.settle()
         release(tensor)
         self.check(tensor)
-        factor = self.scale if self.factor is None else self.factor
-        if factor is self.factor or factor != 1.0:
-            self.scale, self.factor = 1.0, None
+        factor, self.scale = self.scale, 1.0
+        if factor != 1.0:
             with torch.no_grad():
                 tensor.mul_(factor)
 
@@ -109,8 +104,7 @@ class GradientGuard(Guard):
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise if a scaled gradient was changed without its guard: by autograd, in C++."""
-        is_scaled = self.factor is not None or self.scale != 1.0
-        if is_scaled and compat.version(tensor) != self.version:
+        if self.scale != 1.0 and compat.version(tensor) != self.version:
             raise BackwardError(
                 f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
                 "outside of the model added to it; call that backward before you clip"
@@ -146,13 +140,6 @@ def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     states = set(map(state_of, tensors))
     guards = [(_known(tensor), tensor) for tensor in tensors]
-    if states <= {None, GuardState.FOLDED}:
-        if not args or "out" in kwargs:
-            return NotImplemented
-        for who, tensor in guards:
-            if who is not None and who.factor is not None:
-                who.open(tensor)
-        return function(*args, **kwargs)
     order = args[1] if len(args) == 2 else kwargs.get("ord", 2)
     if len(args) > 2 or kwargs.keys() - {"ord"} or not isinstance(order, (int, float)):
         return NotImplemented
@@ -182,10 +169,6 @@ def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if GuardState.TAKEN in states:
         if float(factor) != 1.0:
             return NotImplemented  # `open` raises: the update has consumed it
-    elif states <= {None, GuardState.FOLDED}:
-        if type(factor) is not torch.Tensor:
-            return NotImplemented
-        _fold(tensors, factor)
     else:  # a number, for all lazy gradients or none
         if states != {GuardState.LAZY}:
             return NotImplemented
@@ -195,25 +178,6 @@ def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             who.settle()  # a running update uses the earlier factor
             who.scale *= float(factor)
     return None if several else args[0]
-
-
-def _fold(tensors: Sequence[Any], factor: torch.Tensor) -> None:
-    """Record a factor on the device where possible, and multiply the other gradients.
-
-    The recorded factor is a copy, because the caller may change it. A factor of another dtype
-    rounds differently and is not recorded.
-    """
-    own, others = factor.clone(), []
-    for tensor in tensors:
-        who = _known(tensor)
-        alike = (factor.dtype, factor.device) == (tensor.dtype, tensor.device)
-        if who is not None and who.factor is None and alike and tensor.is_floating_point():
-            who.settle()
-            who.factor, who.version = own, compat.version(tensor)
-        else:
-            others.append(opened(tensor))
-    if others:
-        compat.FOREACH_MUL(others, factor)
 
 
 def _zero(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,9 +216,9 @@ def _known(tensor: Any) -> GradientGuard | None:
 
 
 def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
-    """The guard of a lazy or folded gradient; None for any other."""
+    """The guard of a lazy gradient; None for any other."""
     who = _known(tensor)
-    return who if who and who.state in (GuardState.LAZY, GuardState.FOLDED) else None
+    return who if who is not None and who.state is GuardState.LAZY else None
 
 
 def is_taken(gradient: torch.Tensor | None) -> bool:

@@ -35,7 +35,6 @@ class GuardState(enum.Enum):
     IN_FLIGHT = enum.auto()  # a use waits for background work that reads or writes it
     # a gradient (`gradient_guards.GradientGuard`)
     LAZY = enum.auto()  # on the host, with known norms: a use applies the recorded factor
-    FOLDED = enum.auto()  # the same on the device, without norms
     TAKEN = enum.auto()  # consumed by an update in the backward: a use is an error
     UNSUMMED = enum.auto()  # not summed over replicas yet: a use is an error
 

@@ -160,9 +160,7 @@ class Gradients:
         """The `backward()` call that runs in this thread."""
         number = compat.backward_id()
         if number not in self.passes:
-            found = self.passes[number] = BackwardPass(
-                self.streams, self.buckets, self.ranks, folds=not self.exact
-            )
+            found = self.passes[number] = BackwardPass(self.streams, self.buckets, self.ranks)
 
             def finish() -> None:
                 del self.passes[number]

@@ -29,8 +29,6 @@ from megacompile.runtime.optim.rule import (
 )
 from megacompile.runtime.optim.rules import rule_of
 from megacompile.runtime.optim.twin import apply, update_again
-from megacompile.runtime.params.gradient_guards import lazy_of
-from megacompile.runtime.params.guards import GuardedTensor, GuardState, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained, unsupported_reason
 from megacompile.runtime.step.hooks import PreparedStep
@@ -41,7 +39,6 @@ _ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _LAYOUT, _SHAPE = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
 _ON_CPU = attrgetter("is_cpu")
 _PLAIN, _STRIDED = frozenset((torch.Tensor,)), frozenset((torch.strided,))
-_GRADIENTS = frozenset((torch.Tensor, GuardedTensor))  # the allowed classes
 _ALIGNED = 16  # bytes: the kernel's vector loads need this alignment
 
 
@@ -126,7 +123,7 @@ class Alike:
             params += [of_bucket[i] for i in at.indices]
         gradients = [param.grad for param in params]
         states = [state or {} for state in map(optimizer.state.get, params)]
-        if not _GRADIENTS.issuperset(map(type, gradients)):
+        if not _PLAIN.issuperset(map(type, gradients)):
             return None
         if self._facts(params, gradients, states) != self.facts:
             return None
@@ -136,14 +133,13 @@ class Alike:
         check_options(where, optimizer, [each.group for each in some])
         if any(self.rule.state_names(g) != self.names[k] for k, g in self._firsts.values()):
             return None
-        addresses, factors = list(map(_ADDRESS, gradients)), _factors(gradients)
-        scalars = self._scalars(states)
-        if scalars is None or factors is None:
+        addresses, scalars = list(map(_ADDRESS, gradients)), self._scalars(states)
+        if scalars is None:
             return None
         if self._are_aligned and functools.reduce(operator.or_, addresses) % _ALIGNED:
             return None
         counters, hypers = scalars
-        update = functools.partial(self._update, optimizer, gradients, addresses, factors, hypers)
+        update = functools.partial(self._update, optimizer, gradients, addresses, hypers)
         parts = []
         for at in self.slices:
             bucket, kind = buckets[at.key], type(optimizer)
@@ -159,7 +155,6 @@ class Alike:
         optimizer: Optimizer,
         gradients: Sequence[torch.Tensor],
         addresses: Sequence[int],  # of the gradients
-        factors: Sequence[torch.Tensor],  # of the gradients, or none
         hypers: Sequence[tuple[float, ...]],
         parts: Sequence[BucketUpdate],
     ) -> None:
@@ -171,8 +166,7 @@ class Alike:
             if keys not in self._tables:
                 numbers = [k for at in slices for k in range(at.all.start, at.all.stop)]
                 self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
-            of_factors = list(map(_ADDRESS, factors)) or None
-            update_again(self.rule, self._tables[keys], addresses, of_factors, hypers, device)
+            update_again(self.rule, self._tables[keys], addresses, hypers, device)
             return
         with torch.no_grad():  # no kernel uses the addresses
             for at in slices:
@@ -189,7 +183,6 @@ class Alike:
                         ),
                         hyper=hypers[k],
                         copy=bucket.streamed[i] if bucket.has_copy else None,
-                        factor=factors[k] if factors else None,
                     )
                     apply(self.rule, update)
 
@@ -235,21 +228,3 @@ class Alike:
             (key, n): hyper(self._firsts[key][1], step=n + 1, first=False) for key, n in set(kinds)
         }
         return counters, list(map(made.__getitem__, kinds))
-
-
-def _factors(gradients: Sequence[Any]) -> list[torch.Tensor] | None:
-    """The factors of the gradients: empty, or one per gradient. None if only some have a factor, or
-    one has another guard."""
-    if GuardedTensor not in set(map(type, gradients)):
-        return []
-    found = []
-    for gradient in gradients:
-        if guard_of(gradient) is None:
-            continue
-        who = lazy_of(gradient)
-        if who is None or who.state is not GuardState.FOLDED:
-            return None
-        if who.factor is not None:
-            who.check(gradient)
-            found.append(who.factor)
-    return found if len(found) in (0, len(gradients)) else None

@@ -27,7 +27,7 @@ from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.rules import ADAM, USUAL, rule_of
 from megacompile.runtime.optim.twin import seed_of
 from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
-from megacompile.runtime.params.guards import GuardState, any_shared, guard_of
+from megacompile.runtime.params.guards import any_shared, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket, StateDtype
 from megacompile.runtime.params.optimizer_states import (
     Trained,
@@ -131,10 +131,6 @@ class StepParts:
         update.steps = self._steps(optimizer, bucket, trained, found, rule, pin=pin)
         for k, gradient, who in guards:
             step = update.steps[k]
-            if who.state is GuardState.FOLDED:
-                if update.place is not UpdatePlace.RESIDENT:
-                    who.open(gradient)
-                step.factor = who.factor
             foreign = step.grad is not grads.get(step.index)
             step.intact = not foreign and who.version == compat.version(gradient)
 

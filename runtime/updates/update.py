@@ -60,7 +60,6 @@ class ParamUpdate:
     hyper: Sequence[float] = ()
     seed: int | None = None
     intact: bool = False  # the gradient is unchanged since the backward, except for the scale
-    factor: torch.Tensor | None = None  # 0-d, another factor of the gradient of a RESIDENT bucket
 
     def in_order(self) -> tuple[State | None, ...]:
         """The states in the rule's order."""
@@ -134,7 +133,6 @@ def update_of(
         hyper=step.hyper,
         copy=lay(host.streamed[step.index]) if host.has_copy else None,
         seed=step.seed,
-        factor=step.factor,
     )
 
 

@@ -190,9 +190,9 @@ def states(optimizer: Optimizer) -> list[Any]:
 
 
 @pytest.mark.parametrize("make", [lambda p: AdamW(p, lr=1e-2), lambda p: RMSprop(p, lr=1e-3)])
-def test_large_gradients_note_the_factor_of_clipping(make: Callable[[Any], Optimizer]) -> None:
-    """Until somebody looks, before the step or behind it: also with a hook, with what an earlier
-    step has scaled and with two factors. By the rule, and by torch.optim's own step."""
+def test_residents_are_clipped_like_others(make: Callable[[Any], Optimizer]) -> None:
+    """With a hook, with what an earlier step has scaled and with two factors. By the rule, and by
+    torch.optim's own step."""
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
     found = []

@@ -194,27 +194,6 @@ def test_a_master_and_its_copy_and_the_new_parameter_elsewhere(rule: OptimizerRu
         assert after.out is not None and torch.equal(after.out, other.param)
 
 
-@pytest.mark.parametrize("run", [kernel, twin])
-@pytest.mark.parametrize(
-    "param, grad", [(BF16, BF16), (FP32, FP32), (FP32, BF16), (FP64, FP32)], ids=str
-)
-def test_a_factor_of_the_gradient(run: Run, param: torch.dtype, grad: torch.dtype) -> None:
-    """The numbers are those of `mul_` ahead of the update, in every bit; the gradient stays."""
-    sizes = [300, 77, 1024]  # aligned or not, several rows
-    updates = at_step(ADAM, some_updates(ADAM, sizes, param=param, grad=grad), 1)
-    factors = [torch.tensor(value, device=DEVICE).to(grad) for value in (0.3, 1.0, 1.7e-3)]
-    wants = [cloned(update) for update in updates]
-    for want, factor in zip(wants, factors, strict=True):
-        want.grad.mul_(factor)
-    before = [update.grad.clone() for update in updates]
-    run(ADAM, wants)
-    run(ADAM, [u._replace(factor=factor) for u, factor in zip(updates, factors, strict=True)])
-    for update, want, values in zip(updates, wants, before, strict=True):
-        assert torch.equal(update.grad, values) and torch.equal(update.param, want.param)
-        for mine, its in zip(update.states, want.states, strict=True):
-            assert its is None or torch.equal(mine, its)  # type: ignore[arg-type]
-
-
 def test_a_bucket_of_several_signatures() -> None:
     """Parameters of different dtypes share no launch; an empty one takes part in none."""
     mixed = [
@@ -305,28 +284,20 @@ def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
         torch.testing.assert_close(param.float(), values, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory(scaled: bool) -> None:
-    """The gradients, their factors and the scalars are new; of several signatures."""
+def test_a_step_that_is_like_the_one_before_keeps_what_it_knows_of_memory() -> None:
+    """The gradients and the scalars are new; of several signatures."""
     from megacompile.runtime.optim.kernels import run
 
     made = [*some_updates(ADAM, (48, 16, 32)), *some_updates(ADAM, (5, 7), param=BF16)]
     rows = {k: table.describe(ADAM, u) for k, u in enumerate(at_step(ADAM, made, 1))}
-    both = [
-        update._replace(
-            grad=torch.rand_like(update.param),
-            factor=torch.full((), 0.5, dtype=update.grad.dtype, device=DEVICE) if scaled else None,
-        )
-        for update in at_step(ADAM, made, 2)
-    ]
+    both = [u._replace(grad=torch.rand_like(u.param)) for u in at_step(ADAM, made, 2)]
     wants = [cloned(update) for update in both]
     twin(ADAM, wants)
-    factors = [u.factor.data_ptr() for u in both if u.factor is not None] or None
     grads, hypers = [u.grad.data_ptr() for u in both], [tuple(u.hyper) for u in both]
     tables = table.tables_of(rows)
     assert len(tables) > 1
     for each in tables:
-        each.renew(grads, factors)
+        each.renew(grads)
     run(ADAM, [each.launch(hypers, block=1024, device=DEVICE) for each in tables], DEVICE)
     assert_same(ADAM, both, wants)
 
@@ -344,9 +315,7 @@ def compile_for_a_gpu() -> None:
         most = (EIGHT_BIT,) * len(rule.moments)
         kinds = [(BF16, most, None), (FP64, least, FP32)]
         for dtype, states, copy in kinds if rule is ADAM else kinds[:1]:
-            signature = table.Signature(
-                dtype, dtype, copy, states, stochastic=True, aligned=True, scaled=copy is None
-            )
+            signature = table.Signature(dtype, dtype, copy, states, stochastic=True, aligned=True)
             given = constants(rule, signature) | {"ROWS": 4, "HYPERS": len(rule.hyper(GROUP))}
             hyper = "*fp64" if dtype == FP64 else "*fp32"
             types = {"blocks": "*i32", "table": "*i64", "hyper": hyper, "maps": "*fp32"}
