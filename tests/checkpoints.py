@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megacompile.ir.buckets import Bucket
 from tests.zoo import Language
 
 
@@ -80,3 +82,21 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, those that are not persistent too; copies."""
     pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: value.detach().clone() for name, value in pairs}
+
+
+def odd_tensors() -> list[Tensor]:
+    """Different shapes, dtypes and strides; a scalar and an empty one among them."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(33, 77),  # alone larger than a page
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last),
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.arange(9, dtype=torch.int8),
+    ]
+
+
+def layout_of(tensors: Sequence[Tensor], key: int = 0) -> Bucket:
+    """The bucket of some tensors, called p0, p1, ..."""
+    return Bucket.layout(key, f"unit {key}", [(f"p{i}", t) for i, t in enumerate(tensors)])

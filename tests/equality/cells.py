@@ -26,7 +26,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer, RMSprop
 
 from megacompile import accumulate, megacompile
 from tests import adversary, disks, inside
-from tests.lion import Lion
+from tests.training import Lion
 
 BF16 = torch.bfloat16
 WIDTH = 67  # matrices have blocks for 8-bit states, the last one short, and share pages of a disk

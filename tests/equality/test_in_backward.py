@@ -22,9 +22,8 @@ from megacompile.errors import BackwardError, OptimizerError
 from tests import inside, zoo
 from tests.equality import cells
 from tests.equality.cells import Cell
-from tests.lion import Lion
 from tests.stateful.late import late
-from tests.training import groups
+from tests.training import Lion, groups
 from tests.zoo import WIDTH, batch, equal, mixed, uncompiled
 
 Model = Any

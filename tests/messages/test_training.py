@@ -21,8 +21,8 @@ from megacompile.errors import (
     OptionError,
 )
 from tests.checkpoints import Net, on_meta, saved
-from tests.lion import Lion
 from tests.messages.said import assert_says
+from tests.training import Lion
 
 BF16 = torch.bfloat16
 

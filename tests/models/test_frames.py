@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 
 from tests.draws import drawn
-from tests.frames import command, judge
+from tests.frames import command
 from tests.frames.case import Case
 from tests.frames.parts import KINDS
 from tests.sources import ROOT
@@ -48,9 +48,9 @@ def test_every_part_runs_plain(tmp_path: Path) -> None:
         for seed in range(8):
             path = tmp_path / f"{kind.replace(' ', '_')}_{seed}.py"
             path.write_text(Case(((kind, seed),)).text())
-            error = judge.plain(path, judge.EAGER).raised
+            error = command.plain(path, command.EAGER).raised
             assert error is None or "modified by an inplace operation" in str(error), path
-            assert error is None or judge.plain(path, judge.EAGER, now=False).raised is None
+            assert error is None or command.plain(path, command.EAGER, now=False).raised is None
             raised |= {kind} if error else set()
     assert raised == {"changed"}
 
@@ -107,8 +107,8 @@ VIEW = part("kept view", "of a buffer", "made in __init__")
     ],
 )
 def test_a_planted_fault_is_seen(fault: Any, parts: tuple[Part, ...], kind: str) -> None:
-    with mock.patch.object(judge, "megacompile", fault):
-        assert judge.judge(Case(parts)).kind == kind
+    with mock.patch.object(command, "megacompile", fault):
+        assert command.judge(Case(parts)).kind == kind
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits a child's memory")

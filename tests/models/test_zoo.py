@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.draws import drawn
-from tests.zoo import table
-from tests.zoo.command import ENTRIES, faults, tolerance
+from tests.zoo.command import ENTRIES, INTRODUCTION, PAGE, faults, rows_of, tolerance
 from tests.zoo.compare import compare, error
 from tests.zoo.entry import Entry, Family
 
@@ -41,9 +40,9 @@ def test_same_numbers_on_the_gpu(name: str, lowering: str) -> None:
 
 def test_the_page_is_what_the_command_writes() -> None:
     """And has a row of every model; what is in the rows, `make zoo` compares."""
-    text = table.PAGE.read_text()
-    rows = table.rows_of(text)
-    assert text.startswith(table.INTRODUCTION)
+    text = PAGE.read_text()
+    rows = rows_of(text)
+    assert text.startswith(INTRODUCTION)
     assert list(rows) == list(ENTRIES)
     assert all(row.line() in text.splitlines() for row in rows.values())
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megacompile import accumulate, megacompile, unmegacompile
 from tests.ranks.here import Check, Here, Values, contents, differing, same_in_all, whole
-from tests.ranks.nets import Adapted, Convolutions, Frozen, Odd, Tied, Wide, Words
+from tests.ranks.loops import Adapted, Convolutions, Frozen, Odd, Tied, Wide, Words
 
 STEPS = 3
 LR = 0.01

@@ -24,8 +24,7 @@ from megacompile.cli import main
 from tests import inside, prove
 from tests.nets import Choice, Net
 from tests.processes import group_of_one
-from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
-from tests.ranks.subject import RankSubject, Shared
+from tests.ranks.subject import CollectiveError, Interconnect, Mesh, RankSubject, Shared
 from tests.subject import Counts
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import accumulate
 from tests.processes import in_child, in_threads
-from tests.stateful.wrapped import Lookahead, ScheduleFree
+from tests.stateful.late import Lookahead, ScheduleFree
 from tests.training import through_file
 from tests.zoo import equal
 

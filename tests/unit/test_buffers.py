@@ -32,7 +32,7 @@ from megacompile.runtime.device.streams import DeviceSlots
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.pending import Fill
 from tests import inside
-from tests.layouts import layout_of, odd_tensors
+from tests.checkpoints import layout_of, odd_tensors
 
 
 def slots_of(*sizes: int) -> DeviceSlots:

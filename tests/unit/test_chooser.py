@@ -23,7 +23,7 @@ from megacompile.ir.plan import Choice, Placement, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.verify.proof import HazardKind, hazards
-from tests.planning import GIB, captured, equal_layers, problem_of, with_drive
+from tests.planned import GIB, captured, equal_layers, problem_of, with_drive
 from tests.zoo import Tower
 
 WIDTH = 1024

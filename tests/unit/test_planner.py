@@ -24,7 +24,7 @@ from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from tests import quantized
 from tests.draws import drawn
-from tests.planning import GIB, captured, problem, problem_of
+from tests.planned import GIB, captured, problem, problem_of
 from tests.zoo import Tower
 
 LITTLE = 1.011  # what plans may differ by

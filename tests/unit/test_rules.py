@@ -17,7 +17,7 @@ from megacompile.runtime.optim.blockwise import BlockwiseTensor, dequantize, dyn
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update
 from megacompile.runtime.optim.rules import KNOWN, RULES, known, rule_of
 from megacompile.runtime.optim.twin import apply, philox, round_stochastic, seed_of
-from tests.lion import Lion
+from tests.training import Lion
 
 NUMEL, STEPS = 5003, 10
 BF16 = torch.bfloat16

@@ -15,12 +15,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacompile import errors
 from megacompile.errors import MegacompileError
+from tests.faults.fault import check
+from tests.faults.listed import FAULTS
 from tests.sources import ROOT, dotted, files, imports
 
 PUBLIC = {"megacompile", "megacompile.errors", "megacompile.cli"}
@@ -269,3 +272,8 @@ def test_every_message_is_in_the_page() -> None:
     found = messages({str(p.relative_to(ROOT)): ast.parse(p.read_text()) for p in files().values()})
     assert len(found) > 100 and set(SAID) <= set(found.values())
     assert missing(found, PAGE.read_text()) == []
+
+
+def test_every_fault_applies_and_compiles() -> None:
+    check(FAULTS, Path(__file__).parents[2])
+    assert len(FAULTS) >= 160

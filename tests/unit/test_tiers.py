@@ -21,7 +21,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.plan.planner import nearest, search
 from megacompile.plan.problem import DEVICE, DISK, HOST, Problem
 from megacompile.verify.proof import verify
-from tests.planning import (
+from tests.planned import (
     GIB,
     MODES,
     captured,

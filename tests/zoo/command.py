@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.zoo import diffusion, lengths, of_torch, senses, table, texts
-from tests.zoo.compare import Result, compare
+from tests.zoo import diffusion, of_torch, senses, texts
+from tests.zoo.compare import Result, compare, counted
 from tests.zoo.entry import PACKAGES, Entry, Family, is_installed, prepare, version
 
 prepare()  # before any other package imports torchvision
@@ -52,7 +54,7 @@ def faults(entry: Entry, result: Result, *, gpu: bool = False, tiles: int = 1) -
     if result.error > may_be:
         found.append(f"{result.where} is off by {result.error:.1e}; may be {may_be:.0e}")
     if (result.breaks or result.streamed < 1) and not entry.note and not gpu:
-        share = table.percent(result.streamed)
+        share = percent(result.streamed)
         found.append(f"{result.breaks} graph breaks, {share} streamed, and no `note` says why")
     return found
 
@@ -78,25 +80,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tiles > 1:
         print(f"{len(results)} models compared in {options.tiles} tiles, {len(failed)} failed")
         return 1 if failed else 0
-    text = table.PAGE.read_text() if table.PAGE.exists() else ""
-    written = table.rows_of(text)
+    text = PAGE.read_text() if PAGE.exists() else ""
+    written = rows_of(text)
     rows = {}
     for name, result in results.items():
-        row, before = table.Row.of(chosen[name], result), written.get(name)
+        row, before = Row.of(chosen[name], result), written.get(name)
         if options.gpu and before is not None:
             rows[name] = replace(before, inductor=row.error)
         elif not options.gpu:
             rows[name] = replace(row, inductor=before.inductor if before else "")
     if options.write:
-        versions = table.versions_of(text) if options.gpu else _versions()
+        versions = versions_of(text) if options.gpu else _versions()
         text = _page(rows, written, versions)
-        table.PAGE.write_text(text)
-    changed = table.changes(rows, text)
+        PAGE.write_text(text)
+    changed = changes(rows, text)
     for line in changed:
         print(f"docs/zoo.md: {line}")
-    alike = options.gpu or table.versions_of(text) == _versions()
+    alike = options.gpu or versions_of(text) == _versions()
     if not alike:
-        print(f"docs/zoo.md is of {table.versions_of(text)}; here are {_versions()}")
+        print(f"docs/zoo.md is of {versions_of(text)}; here are {_versions()}")
     spent_s = sum(result.time_s for result in results.values())
     print(
         f"{len(rows)} models compared in {spent_s:.0f} s of processor time, {len(failed)} failed, "
@@ -118,7 +120,7 @@ def _compare_all(
             wrong = faults(chosen[name], result, gpu=gpu, tiles=tiles)
             print(
                 f"{name:32} {result.breaks:3} breaks {result.stages:4} stages "
-                f"{table.percent(result.streamed):>6} streamed  error {result.error:.1e} "
+                f"{percent(result.streamed):>6} streamed  error {result.error:.1e} "
                 f"{result.time_s:6.1f} s",
                 *(f"    FAULT: {fault}" for fault in wrong),
                 *(f"    {said}" for said in result.warned),
@@ -145,7 +147,7 @@ def _count_all(chosen: dict[str, Entry], jobs: int) -> int:
 
 
 def _counted(name: str) -> tuple[str, Any]:
-    return lengths.counted(name, ENTRIES[name])
+    return counted(name, ENTRIES[name])
 
 
 def _each(
@@ -161,16 +163,114 @@ def _each(
                 yield name, result
 
 
-def _page(rows: dict[str, table.Row], written: dict[str, table.Row], versions: str) -> str:
+def _page(rows: dict[str, Row], written: dict[str, Row], versions: str) -> str:
     """The page with these rows, and those that are on it of models that were not compared."""
     merged = {name: rows.get(name, written.get(name)) for name in ENTRIES}
     by_family = {
         family: [row for n, row in merged.items() if row and ENTRIES[n].family is family]
         for family in Family
     }
-    return table.page(by_family, versions)
+    return page(by_family, versions)
 
 
 def _versions() -> str:
     """Of the packages whose models the zoo has, as they are here."""
     return ", ".join(f"{p} {version(p)}" for p in PACKAGES if is_installed(p))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+_MADE = "Made with "
+COLUMNS = ("model", "graph breaks", "stages", "streamed", "largest error", "Inductor", "why")
+
+INTRODUCTION = PAGE.read_text().partition("\n" + _MADE)[0]  # is written there alone
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table, as text."""
+
+    name: str
+    breaks: str
+    stages: str
+    streamed: str
+    error: str
+    inductor: str
+    why: str
+
+    @staticmethod
+    def of(entry: Entry, result: Result) -> Row:
+        """The line for an entry."""
+        whys = [entry.note, entry.rounding.why if entry.rounding and result.error else ""]
+        return Row(
+            entry.name,
+            str(result.breaks) if result.breaks >= 0 else "no graph",
+            str(result.stages),
+            percent(result.streamed),
+            rounded_up(result.error),
+            "",
+            "; ".join(why for why in whys if why),
+        )
+
+    def line(self) -> str:
+        """In Markdown."""
+        cells = (
+            *(self.name, self.breaks, self.stages, self.streamed, self.error),
+            *(self.inductor, self.why),
+        )
+        return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
+
+
+def percent(share: float) -> str:
+    """100 % only where it is all."""
+    return f"{math.floor(share * 100)} %"
+
+
+def rounded_up(error: float) -> str:
+    """0, or the next power of ten."""
+    return "0" if error == 0 else f"1e{math.ceil(math.log10(error))}"
+
+
+def page(rows: Mapping[Family, Sequence[Row]], versions: str) -> str:
+    """The whole of docs/zoo.md."""
+    parts = [INTRODUCTION, f"{_MADE}{versions}.\n"]
+    for family, of_family in rows.items():
+        if of_family:
+            parts += [f"## {family.value}\n", "\n".join(_table(of_family)) + "\n"]
+    return "\n".join(parts)
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    head = f"| {' | '.join(COLUMNS)} |"
+    return [head, "|---" * len(COLUMNS) + "|", *(row.line() for row in rows)]
+
+
+def versions_of(text: str) -> str:
+    """The packages that a page was made with."""
+    made = next((line for line in text.splitlines() if line.startswith(_MADE)), _MADE)
+    return made.removeprefix(_MADE).removesuffix(".")
+
+
+def rows_of(text: str) -> dict[str, Row]:
+    """The rows of a page, by model."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and len(cells) == len(COLUMNS) and cells[0] not in ("model", "---"):
+            found[cells[0]] = Row(*cells)
+    return found
+
+
+def changes(found: Mapping[str, Row], text: str) -> list[str]:
+    """How what was found differs from a page, one line each; errors that are not 0 may vary."""
+    written = rows_of(text)
+    said = []
+    for name, row in found.items():
+        if name not in written:
+            said.append(f"{name}: not on the page")
+        elif _facts(row) != _facts(written[name]):
+            said.append(f"{name}: the page says {written[name].line()}, found {row.line()}")
+    return said
+
+
+def _facts(row: Row) -> tuple[str, ...]:
+    return (row.breaks, row.stages, row.streamed, "0" if row.error == "0" else "", row.why)
