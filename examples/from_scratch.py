@@ -7,14 +7,15 @@ The device has two buffers for parameters, and the activations between layers. S
 
 1. capture    the model becomes one graph in which every parameter is an input
 2. cut        the graph becomes a stage for each layer: a function without state
-3. store      the parameters of each stage lie in one flat buffer on the host: its bucket
-4. schedule   a list of actions says when each bucket is copied, and each stage runs
-5. run        three streams carry the list out
+3. store      the parameters of each stage are in one flat buffer on the host: its bucket
+4. schedule   a list of actions says when each bucket is copied and when each stage runs
+5. run        three streams execute the list
 6. update     the optimizer steps on the host
 
-Losses and parameters equal those of the plain model in every bit. megacompile adds: any shapes and
-graph breaks, plans that fill the memory, a proof that a schedule is free of races, updates that
-overlap, autograd and optimizers as the user wrote them.
+On the CPU, losses and parameters equal those of the plain model in every bit. The model here has no
+buffers, and each parameter has one reader. megacompile adds the rest: any model, shapes and graph
+breaks, plans that fill the memory, a proof that a schedule is free of races, updates that overlap,
+autograd and optimizers as the user wrote them.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (batch, length, width)
         parts = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
         q, k, v = parts.unbind(2)  # (batch, heads, length, head width) each
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
@@ -65,8 +66,8 @@ class Model(nn.Module):
 
 
 def capture(model: nn.Module, *args: Tensor) -> tuple[fx.Graph, dict[fx.Node, str]]:
-    """The graph of what a model does, and its inputs that are parameters, with their names. The
-    model runs once on tensors without data."""
+    """The graph of a model's operators, and those of its inputs that are parameters, with their
+    names. The model runs once, on tensors without data."""
     program = torch.export.export(model, args)
     names = program.graph_signature.inputs_to_parameters
     inputs = program.graph.find_nodes(op="placeholder")
@@ -78,7 +79,7 @@ def capture(model: nn.Module, *args: Tensor) -> tuple[fx.Graph, dict[fx.Node, st
 
 @dataclass
 class Stage:
-    """A piece of the graph, called with its parameters, then with its other arguments."""
+    """A part of the graph as a function: of its parameters, then of values of other stages."""
 
     name: str
     params: list[str]
@@ -88,12 +89,12 @@ class Stage:
 
 
 def cut(graph: fx.Graph, params: dict[fx.Node, str]) -> list[Stage]:
-    """Neighbours of one layer are a stage; what is of no layer goes with what came before it."""
+    """Consecutive operators of one layer; those of no layer (the loss) join the stage before."""
     groups: list[tuple[str, list[fx.Node]]] = []
     for node in graph.nodes:
         if node.op == "call_function":
             stack = node.meta.get("nn_module_stack", {}).values()
-            layer = next((path for path, _ in stack if path), "")  # "blocks.1"
+            layer = next((path for path, _ in stack if path), "")  # the outermost: "blocks.1"
             if not groups or (layer and layer != groups[-1][0]):
                 groups.append((layer, []))
             groups[-1][1].append(node)
@@ -102,17 +103,17 @@ def cut(graph: fx.Graph, params: dict[fx.Node, str]) -> list[Stage]:
 
 def _stage(layer: str, nodes: list[fx.Node], params: dict[fx.Node, str]) -> Stage:
     inside = set(nodes)
-    taken = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-    args = [node for node in taken if node not in params]
+    read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    own, args = [n for n in read if n in params], [n for n in read if n not in params]
     results = [node for node in nodes if any(user not in inside for user in node.users)]
-    graph, own = fx.Graph(), [node for node in taken if node in params]
-    env = {node: graph.placeholder(node.name) for node in (*own, *args)}
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in (*own, *args)}
     for node in nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[node] for node in results))
-    taken_names, given_names = ([node.name for node in each] for each in (args, results))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    arg_names, result_names = ([node.name for node in each] for each in (args, results))
     code = fx.GraphModule({}, graph)
-    return Stage(layer, [params[node] for node in own], taken_names, given_names, code)
+    return Stage(layer, [params[node] for node in own], arg_names, result_names, code)
 
 
 # --- 3. store: parameters and gradients on the host, a flat buffer for each stage
@@ -124,16 +125,16 @@ class Bucket:
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params, self.shapes = params, [p.shape for p in params]
-        pin = DEVICE.type == "cuda"  # a copy runs beside computes only from page-locked memory
+        pin = DEVICE.type == "cuda"  # only copies of page-locked memory overlap computes
         numel = sum(p.numel() for p in params)
         self.flat, self.grads = (torch.zeros(numel, pin_memory=pin) for _ in range(2))
-        for i, param in enumerate(params):
-            value, param.grad = self.views(self.flat)[i], self.views(self.grads)[i]
+        values, grads = self.views(self.flat), self.views(self.grads)
+        for param, value, grad in zip(params, values, grads, strict=True):
             value.copy_(param.data)
-            param.data = value
+            param.data, param.grad = value, grad
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a buffer that is laid out like this one."""
+        """Cut a buffer, or the beginning of a slot, into tensors of the parameters' shapes."""
         parts = flat[: self.flat.numel()].split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -143,8 +144,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Action:
-    """Copy bucket 2 into slot 0 (`2PREFETCH@0`), its gradients to the host (`2OFFLOAD_GRAD`); run
-    the forward (`2F`) or backward (`2B`) of stage 2."""
+    """Copy bucket 2 into slot 0 (`2PREFETCH@0`) or its gradients to the host (`2OFFLOAD_GRAD`); run
+    the forward (`2F`) or the backward (`2B`) of stage 2."""
 
     stage: int
     kind: str
@@ -155,8 +156,8 @@ class Action:
 
 
 def schedule(count: int, slots: int = 2) -> list[Action]:
-    """Forward, then backward. A bucket is fetched one stage ahead, into the slot of the stage
-    before: a backward runs its stage's forward again, so only inputs of stages are kept."""
+    """Forward, then backward. While a stage computes in one slot, the next stage's bucket is copied
+    into the other. A backward runs its stage's forward again: only inputs of stages are saved."""
     order = [(i, "F") for i in range(count)] + [(i, "B") for i in reversed(range(count))]
     actions = [Action(0, "PREFETCH", 0)]
     for k, (stage, kind) in enumerate(order):
@@ -172,14 +173,14 @@ def schedule(count: int, slots: int = 2) -> list[Action]:
 
 
 class Stream:
-    """A queue of device work; without a GPU everything runs at once."""
+    """A queue of device work; without a GPU, work runs when it is queued."""
 
     def __init__(self, *, new: bool) -> None:
-        made = torch.cuda.Stream if new else torch.cuda.current_stream
-        self.queue: Any = made() if DEVICE.type == "cuda" else None
+        stream = torch.cuda.Stream if new else torch.cuda.current_stream
+        self.queue: Any = stream() if DEVICE.type == "cuda" else None
 
     def run(self, work: Callable[[], Any], *waits: Any) -> Any:
-        """Queue work that waits for events; returns the event of its end."""
+        """Queue work that waits for events; returns the event of its end (None: it has ended)."""
         if self.queue is None:
             return work()
         for event in filter(None, waits):
@@ -194,8 +195,8 @@ class Slot:
     """A buffer on the device for the parameters of any one stage."""
 
     flat: Tensor
-    filled: Any = None  # event: the last copy into it
-    read: Any = None  # event: the last stage that used it
+    filled: Any = None  # event: the last copy into it, for the stage that reads it
+    read: Any = None  # event: the last stage that read it, for the next copy into it
 
 
 class Streamed:
@@ -214,11 +215,11 @@ class Streamed:
         self.compute, self.h2d, self.d2h = (Stream(new=new) for new in (False, True, True))
 
     def step(self, *args: Tensor) -> Tensor:
-        """Forward and backward; returns the loss. Gradients are in `p.grad` of the model."""
+        """Forward and backward; returns the loss. Replaces `p.grad`: no `zero_grad()` is needed."""
         loss = self.stages[-1].results[0]
         self.values = {n: a.to(DEVICE) for n, a in zip(self.inputs, args, strict=True)}
-        self.tangents = {loss: torch.ones((), device=DEVICE)}  # gradients of values
-        self.made: dict[int, list[Tensor]] = {}  # gradients of parameters, until all are copied
+        self.tangents = {loss: torch.ones((), device=DEVICE)}  # gradients of values, by name
+        self.grads: dict[int, list[Tensor]] = {}  # of parameters; alive until all are copied
         computed: Any = None  # event: the last compute
         for action in self.actions:
             stage, slot = action.stage, self.slots[action.slot]
@@ -230,7 +231,7 @@ class Streamed:
                 work = self._forward if action.kind == "F" else self._backward
                 slot.read = computed = self.compute.run(partial(work, stage, slot), slot.filled)
         if DEVICE.type == "cuda":
-            torch.cuda.synchronize()  # the optimizer runs on the host
+            torch.cuda.synchronize()  # the optimizer reads gradients on the host
         return self.values[loss]
 
     def _fetch(self, index: int, slot: Slot) -> None:
@@ -239,7 +240,7 @@ class Streamed:
 
     def _offload(self, index: int) -> None:
         bucket = self.buckets[index]
-        for to, grad in zip(bucket.views(bucket.grads), self.made[index], strict=True):
+        for to, grad in zip(bucket.views(bucket.grads), self.grads[index], strict=True):
             to.copy_(grad, non_blocking=True)
 
     def _forward(self, index: int, slot: Slot) -> None:
@@ -253,14 +254,13 @@ class Streamed:
         """Run the forward of a stage again, with autograd, and its backward."""
         stage, tangents = self.stages[index], self.tangents
         leaves = [w.detach().requires_grad_() for w in self.buckets[index].views(slot.flat)]
-        args = [self.values[name].detach() for name in stage.args]
-        names = [n for n, arg in zip(stage.args, args, strict=True) if arg.is_floating_point()]
-        flows = [arg.requires_grad_() for arg in args if arg.is_floating_point()]
-        results = stage.code(*leaves, *args)
-        given = [tangents.pop(name) for name in stage.results]
-        found = torch.autograd.grad(results, [*leaves, *flows], given)
-        self.made[index] = list(found[: len(leaves)])
-        for name, grad in zip(names, found[len(leaves) :], strict=True):
+        args = {name: self.values[name].detach() for name in stage.args}
+        floats = {n: arg.requires_grad_() for n, arg in args.items() if arg.is_floating_point()}
+        results = stage.code(*leaves, *args.values())
+        incoming = [tangents.pop(name) for name in stage.results]
+        grads = torch.autograd.grad(results, [*leaves, *floats.values()], incoming)
+        self.grads[index] = list(grads[: len(leaves)])
+        for name, grad in zip(floats, grads[len(leaves) :], strict=True):  # several may read it
             tangents[name] = tangents[name] + grad if name in tangents else grad
 
 
@@ -285,7 +285,7 @@ def main() -> None:
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     for i in range(4):
         loss = streamed.step(*batch(i))
-        ours.step()
+        ours.step()  # the parameters are views of the buckets: the next step streams new values
         expected = plain(*(each.to(DEVICE) for each in batch(i)))
         expected.backward()
         theirs.step()
