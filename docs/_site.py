@@ -1,7 +1,8 @@
 """A hook of mkdocs (mkdocs.yml): links in the site lead where they lead in the repository.
 
 README.md is the first page. A file outside of docs/ that a page links to is below `source/`, a page
-if it is markdown. A link to a folder leads to its README.md; without one, its text stays alone.
+if it is markdown. A link to a folder leads to its README.md; without one, its text stays alone. The
+page of decisions lists them.
 """
 
 from __future__ import annotations
@@ -51,9 +52,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite the links of a page."""
+    """Rewrite the links of a page; add the list of decisions."""
     del config, files
     path, uri = Path(page.file.abs_src_path), page.file.src_uri
+    if path == DOCS / "decisions" / "README.md":
+        titles = {
+            each.name: each.read_text().partition("\n")[0] for each in path.parent.glob("0*.md")
+        }
+        lines = [f"- [{titles[name].removeprefix('# ')}]({name})" for name in sorted(titles)]
+        markdown = "\n".join([markdown, *lines])
 
     def rewritten(match: re.Match[str]) -> str:
         text, link, anchor = match.groups()
