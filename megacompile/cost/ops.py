@@ -42,9 +42,9 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
     if op.code is not None:
         template = ops.arguments(node)[0].traced
         return analysis_of(template, ops.code_of(node), fused=fused).seconds(hardware)
-    if op.traffic is None:
+    if op.moves is None:
         return 0.0
-    return op.traffic(node) / (hardware.memory_gb_s * 1e9) + hardware.launch_s
+    return op.moves(node) / (hardware.memory_gb_s * 1e9) + hardware.launch_s
 
 
 def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) -> float:
@@ -53,7 +53,9 @@ def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) ->
     runs: Counter[tuple[Template, Code]] = Counter()
     others_s = 0.0
     for graph in schedule.graphs.values():
-        for node in ops.nodes_that(graph, lambda op: op.code or op.traffic):
+        for node in ops.nodes_that(
+            graph, lambda op: op.code or op.moves and not ops.leaves_compute(op)
+        ):
             if ops.effects(node).code is not None:
                 runs[ops.arguments(node)[0].traced, ops.code_of(node)] += 1
             elif schedule.update is None:

@@ -106,7 +106,7 @@ class _Graph:
             item.since, item.half, item.waits, item.takes = first, 1, [], []
         else:
             item.of_replicas = op.of_replicas
-            item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
+            item.stages = op.on_disk and Part.STATES in (*op.reads, *op.writes)
             if Part.WEIGHTS in op.reads and queue == H2D:
                 item.reads_weights = ops.arguments(node)[0].key
         self._position[node] = len(self.items)
@@ -156,12 +156,13 @@ class _Amounts:
         node, op = item.node, ops.effects(item.node)
         if self.name == "update" and op.is_update:
             return self._update(ops.arguments(node)[0], item.queue)
-        if op.stored is not None:
-            return op.stored(node)
-        if op.gathered is not None:
-            return self._exchanged(ops.arguments(node)[0], op.gathered(node), item.of_replicas)
+        if op.on_disk:
+            return ops.moved_bytes(node)
+        if op.stream is Stream.COMM:
+            moved = ops.moved_bytes(node)
+            return self._exchanged(ops.arguments(node)[0], moved, item.of_replicas)
         if item.queue != COMPUTE:
-            return self._copy(self._moved_bytes(node), op.copies(node) if op.copies else 1)
+            return self._copy(self._moved_bytes(node), op.copies(node))
         return node_s(node, self.hardware, fused=self.fused)
 
     def _halves(self, node: fx.Node) -> list[float]:
@@ -172,7 +173,7 @@ class _Amounts:
             update = self.sizes.get(bucket.key)
             whole = 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
             return [min(params, whole), max(0.0, whole - params)]
-        count, whole = len(bucket.params), ops.copied_bytes(node)
+        count, whole = len(bucket.params), ops.moved_bytes(node)
         return [self._copy(params, count), self._copy(whole - params, 2 * count)]
 
     def _update(self, bucket: Bucket, queue: int) -> float:
@@ -186,7 +187,7 @@ class _Amounts:
 
     def _moved_bytes(self, node: fx.Node) -> int:
         """Bytes that a copy has to move, without those that the device already has or keeps."""
-        op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
+        op, size, subject = ops.effects(node), ops.moved_bytes(node), ops.arguments(node)[0]
         if not isinstance(subject, Bucket):
             return size
         plan = self.plan

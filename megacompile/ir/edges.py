@@ -78,8 +78,6 @@ def waits_for(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if effects(node).waits else []
 
 
-# Tokens.
-
 Place = tuple[int, Part]  # bucket key and part
 
 
@@ -114,11 +112,8 @@ def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
 
 
 def add(graph: fx.Graph, bucket: Bucket, part: Part, before: fx.Node | None = None) -> fx.Node:
-    """A new placeholder for a token without one.
-
-    Args:
-        before: the first node of the graph that is not a placeholder, if known.
-    """
+    """A new placeholder for a token without one. `before`: the first node of the graph that is not
+    a placeholder, if known."""
     first = before or next((n for n in graph.nodes if n.op != "placeholder"), None)
     name = f"{part.value}_{bucket.suffix}"
     with graph.inserting_before(first):
@@ -137,8 +132,6 @@ def given(graph: fx.Graph) -> dict[Place, fx.Node]:
     """The tokens that a graph returns last: the last write of each part."""
     return {place: node for node in ops.returned(graph)[-1] for place in written(node)}
 
-
-# Values passed between graphs.
 
 Handed = Place | tuple[int, str]  # a part of a bucket, or the id of a schedule and a value's name
 
@@ -188,7 +181,10 @@ class Collectives:
     def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
         """The collectives of a graph of this kind ("forward", ...) of the schedule `name`."""
         nodes = ops.nodes_that(graph, ops.alike)
-        facts = [f"{kind}\n", *(f"{_shown(n)} {_moved_bytes(n)} {_averaged(n)}\n" for n in nodes)]
+        facts = [
+            f"{kind}\n",
+            *(f"{_shown(n)} {ops.moved_bytes(n)} {_averaged(n)}\n" for n in nodes),
+        ]
         digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
 
@@ -205,16 +201,10 @@ def first_difference(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[int, str, 
     return next(((i, here, there) for i, (here, there) in pairs if here != there), None)
 
 
-def _moved_bytes(node: fx.Node) -> int:
-    gathered = ops.effects(node).gathered
-    return ops.copied_bytes(node) if gathered is None else gathered(node)
-
-
 def _shown(node: fx.Node) -> str:
-    """The op as named in errors; lists the parameters if it averages only some of a bucket's
-    gradients."""
+    """The op as named in errors, with the parameters if it averages only some gradients."""
     bucket = ops.arguments(node)[0]
-    size, names = format_bytes(_moved_bytes(node)), _averaged(node)
+    size, names = format_bytes(ops.moved_bytes(node)), _averaged(node)
     some = f": {', '.join(names)}" if 0 < len(names) < len(bucket.params) else ""
     return f"{ops.label(node)} of {bucket.name!r} ({size}{some})"
 

@@ -110,8 +110,8 @@ class Scenario:
         found = {Stream.READ: 0, Stream.WRITE: 0}
         for schedule in self.schedules:
             for graph in schedule.graphs.values():
-                for node in ops.nodes_that(graph, lambda op: op.stored is not None):
-                    found[ops.effects(node).stream] += ops.stored_bytes(node)
+                for node in ops.nodes_that(graph, lambda op: op.on_disk):
+                    found[ops.effects(node).stream] += ops.moved_bytes(node)
         return found
 
     def bounds(self) -> dict[str, float]:

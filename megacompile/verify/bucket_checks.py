@@ -189,7 +189,7 @@ def _on_disk(view: View) -> Iterator[Hazard]:
     plan, before = view.schedule.plan, view.order.before
     for part, keys in ((Part.STATES, plan.on_disk), (Part.WEIGHTS, plan.weights_on_disk)):
         touching = view.that(lambda op, part=part: part in (*op.reads, *op.writes))  # type: ignore[misc]
-        stored = [node for node in touching if effects(node).stored is not None]
+        stored = [node for node in touching if effects(node).on_disk]
         from_disk = [node for node in stored if ops.stream_of(node) is Stream.READ]
         to_disk = [node for node in stored if ops.stream_of(node) is Stream.WRITE]
         for node in touching:

@@ -34,7 +34,8 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     moves). The attributes are strings and ints, which any file format supports.
     """
     found = nx.MultiDiGraph(name=schedule.name)
-    stages, maker = schedule.first_readers(), makers(schedule)
+    stages = {b.key: stage for stage in reversed(schedule.stages) for b in stage.buckets}
+    maker = makers(schedule)
     for name, graph in schedule.graphs.items():
         for position, node in enumerate(ops.nodes_of(graph)):
             info, args = OpInfo.of(node), ops.arguments(node)

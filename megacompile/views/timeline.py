@@ -39,7 +39,7 @@ class OpInfo:
     kind: str  # of the op: "forward", "prefetch"
     lane: str
     module: str  # path of its unit, "layers.3", or ""
-    size_bytes: int = 0  # that a copy moves
+    size_bytes: int = 0  # that a copy or a collective moves
 
     @classmethod
     def of(cls, node: fx.Node) -> OpInfo:
@@ -48,7 +48,7 @@ class OpInfo:
         assert op is not None
         subject: Any = node.args[0] if node.args else None
         module = subject.name if isinstance(subject, Bucket | Stage) else ""
-        return cls(ops.label(node), op.name, op.stream.value, module, ops.copied_bytes(node))
+        return cls(ops.label(node), op.name, op.stream.value, module, ops.moved_bytes(node))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,5 @@ The functions of `stage_ops` and `bucket_ops` only name the ops and declare thei
 """
 
 from megacompile.ir.ops.bucket_ops import *
-from megacompile.ir.ops.nodes import *
 from megacompile.ir.ops.op import *
 from megacompile.ir.ops.stage_ops import *

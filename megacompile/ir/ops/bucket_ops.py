@@ -28,7 +28,6 @@ from megacompile.ir.ops.op import (
     Value,
     by_slot,
     named,
-    of_arguments,
     of_bucket,
     op,
     params,
@@ -41,16 +40,7 @@ from megacompile.ir.stream import Stream
 # Weights.
 
 
-@op(
-    Stream.H2D,
-    by_slot,
-    gives=Value.WEIGHTS,
-    reads=(Part.WEIGHTS,),
-    slot=1,
-    fills_slot=True,
-    copied=of_bucket,
-    copies=lambda node: 1,
-)
+@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, reads=(Part.WEIGHTS,), slot=1, moves=of_bucket)
 def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
     """Copy a bucket into a slot; `after` names its last update and the last reader of the slot."""
 
@@ -71,8 +61,7 @@ def resident(bucket: Bucket) -> Any:
     gives=Value.SHARD,
     reads=(Part.WEIGHTS,),
     slot=1,
-    fills_slot=True,
-    copied=lambda node: int(node.args[0].shard_bytes),
+    moves=lambda node: int(node.args[0].shard_bytes),
     copies=params,
 )
 def prefetch_shard(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
@@ -85,8 +74,7 @@ def prefetch_shard(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -
     gives=Value.WEIGHTS,
     takes=(Takes(2, Value.SHARD, ends=True),),
     slot=1,
-    fills_slot=True,
-    gathered=of_bucket,
+    moves=of_bucket,
 )
 def all_gather(bucket: Bucket, slot: Slot, shard: Any) -> Any:
     """Gather the other ranks' parts into a slot."""
@@ -110,7 +98,6 @@ def alloc_grad(bucket: Bucket) -> Any:
     owns=True,
     fills=1,
     reads=(Part.GRADIENTS,),
-    copied=value_bytes,
     copies=tensors_of_arguments,
 )
 def fetch_grad(bucket: Bucket, buffer: Any, *, after: tuple[Any, ...] = ()) -> Any:
@@ -124,16 +111,10 @@ def fetch_grad(bucket: Bucket, buffer: Any, *, after: tuple[Any, ...] = ()) -> A
     owns=True,
     fills=1,
     show=Show.STEP,
-    traffic=lambda node: 3 * value_bytes(node),
+    moves=lambda node: 3 * value_bytes(node),
 )
 def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
     """Compute `so_far + gradients`, like autograd's accumulation into `p.grad`."""
-
-
-def _norm_traffic(node: fx.Node) -> int:
-    """The gradients are read once for each kind of norm."""
-    largest = len(node.args) < 3 or bool(node.args[2])
-    return value_bytes(node.args[1]) * (2 if largest else 1)
 
 
 @op(
@@ -141,7 +122,7 @@ def _norm_traffic(node: fx.Node) -> int:
     gives=Value.NORMS,
     takes=(Takes(1, Value.GRADIENTS),),
     owns=True,
-    traffic=_norm_traffic,
+    moves=lambda node: (1 if node.args[2:] == (False,) else 2) * value_bytes(node.args[1]),
 )
 def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
     """Compute the L2 norm of each gradient and, if requested, its largest absolute value.
@@ -163,7 +144,6 @@ def keep_grad(bucket: Bucket, gradients: Any) -> Any:
     gives=Value.DONE,
     takes=(_GRADIENTS, _NORMS),
     writes=(Part.GRADIENTS,),
-    copied=of_arguments,
     copies=tensors_of_arguments,
 )
 def offload_grad(
@@ -186,7 +166,7 @@ def alloc_shard(bucket: Bucket) -> Any:
     takes=(_GRADIENTS, Takes(2, Value.GRADIENT_BUFFER, ends=True)),
     owns=True,
     fills=2,
-    gathered=lambda node: value_bytes(node.args[1]),
+    moves=lambda node: value_bytes(node.args[1]),
 )
 def reduce_scatter(bucket: Bucket, gradients: Any, buffer: Any) -> Any:
     """Average gradients over the shard ranks; each rank receives its part."""
@@ -211,7 +191,7 @@ def scattered(node: fx.Node) -> fx.Node | None:
     takes=(_GRADIENTS,),
     owns=True,
     fills=1,
-    gathered=lambda node: value_bytes(scattered(node)),
+    moves=lambda node: value_bytes(scattered(node)),
     of_replicas=True,
 )
 def all_reduce(bucket: Bucket, gradients: Any) -> Any:
@@ -244,7 +224,7 @@ def update_resident(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     short("UPDATE"),
     takes=(_GRADIENTS, _NORMS),
     reads=_CHANGED,
-    traffic=lambda node: 2 * value_bytes(node) + value_bytes(node.args[1]),
+    moves=lambda node: 2 * value_bytes(node) + value_bytes(node.args[1]),
     **_UPDATE,
 )
 def update_in_place(
@@ -285,7 +265,6 @@ def alloc_state(bucket: Bucket, masters: bool) -> Any:
     owns=True,
     fills=1,
     reads=(Part.STATES,),
-    copied=value_bytes,
     copies=lambda node: 2 * params(node),
 )
 def fetch_state(bucket: Bucket, buffer: Any, masters: bool, *, after: tuple[Any, ...] = ()) -> Any:
@@ -304,7 +283,7 @@ def fetch_state(bucket: Bucket, buffer: Any, masters: bool, *, after: tuple[Any,
     fills=3,
     is_update=True,
     show=Show.STEP,
-    traffic=lambda node: 2 * value_bytes(node) + value_bytes(node.args[2]),
+    moves=lambda node: 2 * value_bytes(node) + value_bytes(node.args[2]),
 )
 def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     """Run the optimizer's step on a bucket: writes new states to their buffer, and new parameters
@@ -316,7 +295,6 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     gives=Value.DONE,
     takes=(Takes(1, Value.UPDATED, ends=True), _NORMS),
     writes=_CHANGED,
-    copied=of_arguments,
     copies=tensors_of_arguments,
 )
 def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
@@ -329,26 +307,26 @@ def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
 # Disks.
 
 
-@op(Stream.READ, gives=Value.DONE, reads=(Part.STATES,), stored=value_bytes)
+@op(Stream.READ, gives=Value.DONE, reads=(Part.STATES,))
 def read_state(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     """Read a bucket's optimizer states into a buffer, once one is free."""
 
 
-@op(Stream.WRITE, gives=Value.DONE, writes=(Part.STATES,), stored=value_bytes)
+@op(Stream.WRITE, gives=Value.DONE, writes=(Part.STATES,))
 def write_state(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a bucket's new optimizer states to the disk; then their buffer is free."""
 
 
-@op(Stream.READ, gives=Value.DONE, reads=(Part.WEIGHTS,), stored=of_bucket)
+@op(Stream.READ, gives=Value.DONE, reads=(Part.WEIGHTS,), moves=of_bucket)
 def read_weights(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     """Read a bucket's parameters into a free buffer, for the one prefetch that names this op."""
 
 
-@op(Stream.READ, gives=Value.DONE, reads=(Part.WEIGHTS,), stored=value_bytes)
+@op(Stream.READ, gives=Value.DONE, reads=(Part.WEIGHTS,))
 def read_trained(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     """Read the parameters that a host update changes into a free buffer."""
 
 
-@op(Stream.WRITE, gives=Value.DONE, writes=(Part.WEIGHTS,), stored=value_bytes)
+@op(Stream.WRITE, gives=Value.DONE, writes=(Part.WEIGHTS,))
 def write_weights(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a bucket's new parameters to the disk; then their buffer is free."""

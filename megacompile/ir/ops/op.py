@@ -11,18 +11,19 @@ op. `megacompile.runtime.ops.executor` implements it as a method with the op's n
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import fx
 
+from megacompile import compat
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import tensors_bytes
-
-# Exported by `ir.ops`.
-__all__ = ["NO_OP", "OPS", "Op", "Part", "Show", "Takes", "Value", "alike", "leaves_compute"]
 
 
 class Part(enum.Enum):
@@ -101,7 +102,6 @@ class Op:
     frees: int | None = None  # it frees this argument's memory
     keeps: int | None = None  # its bucket takes over this argument's memory
     slot: int | None = None  # the position of its slot argument
-    fills_slot: bool = False
     reads: tuple[Part, ...] = ()  # of its bucket, where that is
     writes: tuple[Part, ...] = ()  # in this order
     lends: Part | None = None  # its result is that part of its bucket, in place
@@ -117,13 +117,21 @@ class Op:
     code: Callable[[Sequence[Any]], Code] | None = None  # the template code that it runs
     count: Callable[[Sequence[Any]], int] | None = None  # number of values in its tuple
     show: Show = Show.CELL
-    # bytes through device memory, for an op without code
-    traffic: Callable[[fx.Node], int] | None = None
-    copied: Callable[[fx.Node], int] | None = None  # bytes over the link
-    copies: Callable[[fx.Node], int] | None = None  # number of calls for the transfer
-    stored: Callable[[fx.Node], int] | None = None  # bytes from or to a disk
-    gathered: Callable[[fx.Node], int] | None = None  # bytes over all ranks
+    # bytes over the link, from or to a disk, or over all ranks; through device memory, for a
+    # compute without code
+    moves: Callable[[fx.Node], int] | None = None
+    copies: Callable[[fx.Node], int] = lambda node: 1  # number of calls for the transfer
     of_replicas: bool = False  # among the ranks with the same rows, each with its part
+
+    @property
+    def fills_slot(self) -> bool:
+        """True if it writes weights into its slot."""
+        return self.slot is not None and self.stream is not Stream.COMPUTE
+
+    @property
+    def on_disk(self) -> bool:
+        """True if it reads from a disk or writes to it."""
+        return self.stream in (Stream.READ, Stream.WRITE)
 
 
 def alike(op: Op) -> bool:
@@ -170,8 +178,13 @@ def op(
 ) -> Callable[[F], F]:
     """Declare a function as an op: `@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, ...)`.
 
-    Its body is its docstring: only the executor runs ops.
+    Its body is its docstring: only the executor runs ops. By default a copy to the host moves its
+    arguments, and another copy its result.
     """
+    if stream in (Stream.H2D, Stream.READ, Stream.WRITE):
+        effects.setdefault("moves", value_bytes)
+    elif stream is Stream.D2H:
+        effects.setdefault("moves", of_arguments)
 
     def declare(function: F) -> F:
         name = function.__name__
@@ -212,3 +225,121 @@ def params(node: fx.Node) -> int:
     """Number of parameters of the op's bucket."""
     bucket: Any = node.args[0]
     return len(bucket.params)
+
+
+# Nodes of a schedule's graphs.
+
+
+def call(
+    graph: fx.Graph,
+    op: Callable[..., Any],
+    *args: Any,
+    name: str | None = None,
+    after: tuple[fx.Node, ...] | None = None,
+) -> fx.Node:
+    """Add a node that calls an op, at the graph's insertion point.
+
+    `create_node` searches each argument for symbols, and a plan search creates a million nodes.
+    """
+    kwargs = {} if after is None else {"after": after}
+    if name is not None:
+        return compat.new_node(graph, "call_function", op, name, args, kwargs)
+    node = graph.create_node("call_function", op)
+    compat.set_args(node, args)
+    compat.set_kwargs(node, kwargs)
+    return node
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a node, which may be stages, buckets and slots."""
+    return node.args
+
+
+def bucket_of(node: fx.Node) -> Bucket:
+    """The bucket of a node: the first argument of all bucket ops."""
+    bucket: Bucket = arguments(node)[0]
+    return bucket
+
+
+def returned(graph: fx.Graph) -> Any:
+    """The results of a graph: (outputs, saved values) of a forward; (gradients of inputs, values
+    left for the update, tokens) of a backward; (tokens,) of an update."""
+    return graph.output_node().args[0]
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """The op that a node calls; None for placeholders, outputs and `getitem`."""
+    target: Any = node.target
+    op = OPS.get(target)
+    if op is None and node.op == "call_function" and target is not operator.getitem:
+        raise KeyError(target)
+    return op
+
+
+def effects(node: fx.Node) -> Op:
+    """The op that a node calls; one without effects for placeholders, outputs and `getitem`."""
+    target: Any = node.target
+    return OPS.get(target) or op_of(node) or NO_OP
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes that an op moves over the link, from or to a disk, or over all ranks."""
+    op = effects(node)
+    return 0 if op.moves is None or op.stream is Stream.COMPUTE else op.moves(node)
+
+
+def stream_of(node: fx.Node) -> Stream:
+    """The stream that a node runs on; items and placeholders belong to the compute stream."""
+    op = op_of(node)
+    return Stream.COMPUTE if op is None else op.stream
+
+
+def label(node: fx.Node) -> str:
+    """The printed name of a node: "3PREFETCH@1", "3F"; the value's name if it has no op."""
+    op = op_of(node)
+    return node.name if op is None else op.label(node.args)
+
+
+def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]:
+    """The nodes whose op has an effect, in program order: `nodes_that(g, lambda op: op.code)`."""
+    targets = [target for target, op in OPS.items() if wanted(op)]
+    return nodes_of(graph, *targets) if targets else []
+
+
+def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
+    """The nodes that call one of `targets` (every op without targets), in program order.
+
+    With targets, uses the graph's table; without targets, scans all nodes.
+    """
+    if not targets:
+        return [n for n in graph.nodes if n.target in OPS]
+    if len(targets) == 1:
+        return list(graph.find_nodes(op="call_function", target=targets[0]))
+    each = (graph.find_nodes(op="call_function", target=t, sort=False) for t in targets)
+    return sorted(itertools.chain.from_iterable(each))
+
+
+def calls_by_stage(graph: fx.Graph, target: Callable[..., Any]) -> dict[int, fx.Node]:
+    """The nodes that call `target`, by the index of their stage."""
+    return {arguments(node)[0].index: node for node in nodes_of(graph, target)}
+
+
+def code_of(node: fx.Node) -> Code:
+    """The template code that a compute node runs."""
+    code = effects(node).code
+    assert code is not None, f"{label(node)} runs no template"
+    return code(node.args)
+
+
+def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The `getitem` users of a node that returns a tuple, as (index, item)."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem:
+            index: Any = user.args[1]
+            yield index, user
+
+
+def actions(graph: fx.Graph) -> str:
+    """The graph as one line of labels: "0PREFETCH@0 0F"; omits allocations and frees."""
+    found = ((node, op_of(node)) for node in nodes_of(graph))
+    return " ".join(label(n) for n, op in found if op is not None and op.show is not Show.QUIET)

@@ -6,25 +6,13 @@ A tensor offloaded to a disk uses a host buffer from its `offload_saved` to the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from megacompile.ir.ops.op import Show, Takes, Value, named, of_arguments, op, short, value_bytes
-from megacompile.ir.stages import ArgRef, Code, Stage
+from megacompile.ir.ops.op import Show, Takes, Value, named, op, short, value_bytes
+from megacompile.ir.stages import Code, Stage
 from megacompile.ir.stream import Stream
-
-
-def _forward_count(args: Sequence[Any]) -> int:
-    stage: Stage = args[0]
-    return stage.result_count + (len(stage.saved_values) if args[3] else 0)
-
-
-def _backward_count(args: Sequence[Any]) -> int:
-    stage: Stage = args[0]
-    inputs = [i for i in stage.traced.gradients if isinstance(stage.primals[i], ArgRef)]
-    return len(inputs) + len(stage.gradient_buckets)
 
 
 def _copied_in_memory(node: fx.Node) -> int:
@@ -48,7 +36,7 @@ def save_rng(stage: Stage) -> Any:
     takes=(Takes(0),),
     owns=True,
     show=Show.ACTION,
-    traffic=_copied_in_memory,
+    moves=_copied_in_memory,
 )
 def snapshot(tensor: Any) -> Any:
     """Copy a tensor before an in-place change, because the backward needs the old value."""
@@ -60,7 +48,7 @@ def snapshot(tensor: Any) -> Any:
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.FORWARD_SAVING if args[3] else Code.FORWARD,
-    count=_forward_count,
+    count=lambda args: args[0].result_count + len(args[0].saved_values if args[3] else ()),
     show=Show.STEP,
 )
 def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], saving: bool) -> Any:
@@ -74,7 +62,7 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
     takes=(Takes(0), Takes(1)),
     fills=0,
     show=Show.ACTION,
-    traffic=_copied_in_memory,
+    moves=_copied_in_memory,
 )
 def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a new value into an input that a stage changes in place (a BatchNorm statistic).
@@ -113,7 +101,7 @@ def rerun(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: An
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.BACKWARD,
-    count=_backward_count,
+    count=lambda args: args[0].gradient_places.count(None) + len(args[0].gradient_buckets),
     show=Show.STEP,
 )
 def backward(
@@ -131,33 +119,20 @@ def backward(
     """
 
 
-# Saved tensors.
-
 _ON_HOST = Takes(1, Value.SAVED_ON_HOST)
 
 
-@op(Stream.D2H, gives=Value.SAVED_ON_HOST, takes=(Takes(1),), to_backward=True, copied=of_arguments)
+@op(Stream.D2H, gives=Value.SAVED_ON_HOST, takes=(Takes(1),), to_backward=True)
 def offload_saved(stage: Stage, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
     """Copy a saved tensor of a stage to the host."""
 
 
-@op(
-    Stream.WRITE,
-    gives=Value.SAVED_ON_DISK,
-    takes=(_ON_HOST,),
-    to_backward=True,
-    stored=lambda node: value_bytes(node.args[1]),
-)
+@op(Stream.WRITE, gives=Value.SAVED_ON_DISK, takes=(_ON_HOST,), to_backward=True)
 def write_saved(stage: Stage, on_host: Any) -> Any:
     """Write a host copy to a disk; then its buffer is free."""
 
 
-@op(
-    Stream.READ,
-    gives=Value.SAVED_ON_HOST,
-    takes=(Takes(1, Value.SAVED_ON_DISK),),
-    stored=value_bytes,
-)
+@op(Stream.READ, gives=Value.SAVED_ON_HOST, takes=(Takes(1, Value.SAVED_ON_DISK),))
 def read_saved(stage: Stage, on_disk: Any, *, after: tuple[Any, ...] = ()) -> Any:
     """Read it into a host buffer once it is written, for its one fetch."""
 
@@ -173,13 +148,10 @@ def alloc_saved(stage: Stage, on_host: Any) -> Any:
     takes=(_ON_HOST, Takes(2, Value.SAVED_BUFFER, ends=True, like=1)),
     owns=True,
     fills=2,
-    copied=value_bytes,
 )
 def fetch_saved(stage: Stage, on_host: Any, buffer: Any) -> Any:
     """Copy a value back to the device once its `offload_saved` or `read_saved` is done."""
 
-
-# Memory.
 
 _FREED: dict[str, Any] = {"takes": (Takes(0),), "frees": 0, "issues": False, "show": Show.QUIET}
 
