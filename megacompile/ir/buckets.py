@@ -95,7 +95,8 @@ class Bucket:
             part = param_name in packed
             param = Param(param_name, shape, tuple(stride), dtype, offset, part)
             placed.append(param)
-            offset += ranks * _aligned(param.shard_numel(ranks) * dtype.itemsize)
+            size_bytes = param.shard_numel(ranks) * dtype.itemsize
+            offset += ranks * _rounded(size_bytes, ALIGNMENT_BYTES)
         return Bucket(key, name, tuple(placed), offset, ranks=ranks, replicas=replicas)
 
     def shard(self, rank: int) -> Bucket:
@@ -146,10 +147,6 @@ def largest_shard(bucket: Bucket) -> Bucket:
     return bucket.shard(0)
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A device buffer that buckets are streamed into."""
@@ -178,14 +175,8 @@ class Unit:
 
 
 def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Compute offsets for tensors shaped like some of a bucket's parameters.
-
-    Args:
-        item_bytes: parameter index -> bytes per element; 0 for no tensor.
-
-    Returns:
-        Parameter index -> offset in bytes, and the end of the last tensor.
-    """
+    """Parameter index -> offset in bytes of a tensor shaped like it, and the end of the last one.
+    `item_bytes`: parameter index -> bytes per element; 0 for no tensor."""
     params = {i: bucket.params[i] for i in sorted(item_bytes)}
     alike = len({(param.dtype.itemsize, item_bytes[i]) for i, param in params.items()}) == 1
     found: dict[int, int] = {}

@@ -24,8 +24,6 @@ from megacompile import compat
 from megacompile.ir.buckets import Bucket, Param
 from megacompile.ir.tensors import Number, TensorMeta, planned_of
 
-# Keys.
-
 PLAIN = frozenset(
     map(type, (0, 0.0, False, 0j, "", None, ..., torch.int8, torch.strided, torch.device("cpu")))
 ) | {torch.memory_format}
@@ -125,9 +123,6 @@ def _attribute_key(value: Any) -> Hashable:
     return ("object", id(value))  # kept alive by the captured graph
 
 
-# Captured graphs.
-
-
 @dataclass(frozen=True, slots=True)
 class ParamInput:
     """A captured graph's input that is a streamed parameter."""
@@ -188,19 +183,15 @@ class PackedInput:
     parts: tuple[ParamInput, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class ConstantInput:
     """A captured graph's input that is a Python number: a dynamic size, a flag."""
 
-    value: int | float | bool
+    value: int | float | bool = field(compare=False)
+    key: Hashable = field(init=False, repr=False)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ConstantInput) and constant_key(self.value) == constant_key(
-            other.value
-        )
-
-    def __hash__(self) -> int:
-        return hash(constant_key(self.value))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", constant_key(self.value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,7 @@ torch.library.register_fake(OPERATOR, _fake)
 
 
 def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: Any) -> int:
-    """Floating-point operations of the matrix products: for the logits, and for the gradients of
-    hidden and weight."""
+    """Floating-point operations: of the logits, and of the gradients of hidden and weight."""
     of_hidden, of_weight, _bias = rest[-GRADIENTS:]
     products: int = 1 + of_hidden + of_weight
     return 2 * hidden[0] * hidden[1] * weight[0] * products

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -75,14 +75,14 @@ ON_HOST = BucketPlan()
 RESIDENT = BucketPlan(Tier.DEVICE, Tier.DEVICE)  # lives on the device, is not streamed
 
 
-class Places(Mapping[int, BucketPlan]):
+class Places(dict[int, BucketPlan]):
     """The places of buckets: bucket key -> row, for buckets not entirely on the host.
 
-    Buckets without a row are on the host. Tables are immutable; `len()` counts the rows.
+    Buckets without a row are on the host. Tables never change; `len()` counts the rows.
     """
 
     def __init__(self, rows: Mapping[int, BucketPlan] | None = None) -> None:
-        self._rows = {key: row for key, row in (rows or {}).items() if row != ON_HOST}
+        super().__init__({key: row for key, row in (rows or {}).items() if row != ON_HOST})
 
     @staticmethod
     def of(
@@ -98,15 +98,15 @@ class Places(Mapping[int, BucketPlan]):
 
     def changed(self, keys: Iterable[int], **parts: Any) -> Places:
         """The table with these fields replaced in some buckets' rows."""
-        return Places(self._rows | {key: self[key]._replace(**parts) for key in keys})
+        return Places({**self, **{key: self[key]._replace(**parts) for key in keys}})
 
     def taken(self, keys: Iterable[int], other: Places) -> Places:
         """The table with some buckets' rows taken from another table."""
-        return Places(self._rows | {key: other[key] for key in keys})
+        return Places({**self, **{key: other[key] for key in keys}})
 
     def only(self, keys: Collection[int]) -> Places:
         """The rows of some buckets."""
-        return Places({key: row for key, row in self._rows.items() if key in keys})
+        return Places({key: row for key, row in self.items() if key in keys})
 
     @functools.cached_property
     def resident(self) -> frozenset[int]:
@@ -130,29 +130,20 @@ class Places(Mapping[int, BucketPlan]):
 
     def those(self, holds: Callable[[BucketPlan], bool]) -> frozenset[int]:
         """Keys of the buckets whose row is of a kind."""
-        return frozenset(key for key, row in self._rows.items() if holds(row))
+        return frozenset(key for key, row in self.items() if holds(row))
 
-    def __getitem__(self, key: int) -> BucketPlan:
-        return self._rows.get(key, ON_HOST)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Places) and self._rows == other._rows)
+    def __missing__(self, key: int) -> BucketPlan:
+        return ON_HOST
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash(frozenset(self._rows.items()))
+        return hash(frozenset(self.items()))
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return self._hash
 
     def __repr__(self) -> str:
-        rows = (f"{k}: {r.weights.value}, {r.states.value}" for k, r in sorted(self._rows.items()))
+        rows = (f"{k}: {r.weights.value}, {r.states.value}" for k, r in sorted(self.items()))
         return f"Places({'; '.join(rows)})"
 
 
@@ -283,11 +274,8 @@ def first_to_disk(buckets: Sequence[Bucket], trained: Collection[int]) -> list[B
 
     Frozen buckets are only read, so they come first. Buckets much larger than most come last: each
     disk read buffer must fit the largest. Any prefix of the others is spread over the model, so
-    that the drive is busy during the whole step.
-
-    Args:
-        buckets: in forward order.
-        trained: keys of buckets with a parameter that gets a gradient.
+    that the drive is busy during the whole step. `buckets` are in forward order; `trained`: keys of
+    those with a parameter that gets a gradient.
     """
     usual = LARGE * statistics.median(bucket.size_bytes for bucket in buckets) if buckets else 0
     bits = len(buckets).bit_length()

@@ -89,10 +89,6 @@ class Schedule:
         read = (b for stage in self.stages for b in stage.buckets)
         return tuple({b.key: b for b in (*read, *self.rest)}.values())
 
-    def first_readers(self) -> dict[int, Stage]:
-        """The first stage that reads each bucket, by the bucket's key."""
-        return {b.key: stage for stage in reversed(self.stages) for b in stage.buckets}
-
     @functools.cached_property
     def gradient_params(self) -> Mapping[int, tuple[int, ...]]:
         """The parameters that get a gradient: bucket key -> indices into its params."""

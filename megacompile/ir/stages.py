@@ -172,19 +172,13 @@ class Stage:
         return self.buckets_read(self.traced.gradients)
 
     @functools.cached_property
-    def forward_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that its forward reads."""
-        return self.buckets_read(range(len(self.primals)))
-
-    @functools.cached_property
-    def recompute_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that its recompute reads."""
-        return self.buckets_read(self.traced.recompute_primals)
-
-    @functools.cached_property
-    def backward_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that its backward reads."""
-        return self.buckets_read(self.traced.backward_primals)
+    def buckets_of(self) -> dict[Code, tuple[Bucket, ...]]:
+        """The buckets that its forward, its recompute and its backward read."""
+        return {
+            Code.FORWARD: self.buckets_read(range(len(self.primals))),
+            Code.RECOMPUTE: self.buckets_read(self.traced.recompute_primals),
+            Code.BACKWARD: self.buckets_read(self.traced.backward_primals),
+        }
 
     @functools.cached_property
     def gradient_params(self) -> tuple[tuple[int, int], ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import sympy
 import torch
@@ -37,25 +37,13 @@ class Number:
 
     expression: Any
     planned: int | float
+    requires_grad: ClassVar[bool] = False
+    shape: ClassVar[tuple[int, ...]] = ()
+    size_bytes: ClassVar[int] = 0
+    device: ClassVar[torch.device] = torch.device("cpu")
 
     def __repr__(self) -> str:
         return repr(self.planned)  # in the Python of a schedule
-
-    @property
-    def requires_grad(self) -> bool:
-        return False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def size_bytes(self) -> int:
-        return 0
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
 
     def zeros(self) -> Any:
         """The number: symbolic while tensors are symbolic, otherwise its planned value."""
@@ -89,13 +77,18 @@ def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
     return frozenset() if sizes is None else symbols_in(sizes)
 
 
-def has_numbers(value: Any) -> bool:
-    """True for a `Number` or a container of one."""
+def parts_of(value: Any) -> list[Any]:
+    """The values in nested tuples, lists and slices."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     if isinstance(value, (tuple, list)):
-        return any(map(has_numbers, value))
-    return isinstance(value, Number)
+        return [part for item in value for part in parts_of(item)]
+    return [value]
+
+
+def has_numbers(value: Any) -> bool:
+    """True for a `Number` or a container of one."""
+    return any(isinstance(part, Number) for part in parts_of(value))
 
 
 def is_size(symbol: sympy.Symbol) -> bool:
@@ -106,19 +99,6 @@ def is_size(symbol: sympy.Symbol) -> bool:
 def planned_of(numbers: Sequence[Number]) -> dict[sympy.Symbol, int | float]:
     """The planned values of a graph's inputs, by symbol."""
     return {number.expression: number.planned for number in numbers}
-
-
-# Tensors.
-
-
-def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a contiguous tensor: of ints, or of expressions of symbols."""
-    strides: list[Any] = []
-    stride: Any = 1
-    for n in reversed(shape):
-        strides.append(stride)
-        stride = stride * n
-    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +153,10 @@ class TensorMeta:
 
     def contiguous(self) -> TensorMeta:
         """The meta of a contiguous tensor of that shape."""
-        symbolic = self.symbolic
+        symbolic, order = self.symbolic, range(len(self.shape))[::-1]
         if symbolic is not None:
-            symbolic = replace(symbolic, stride=_contiguous(symbolic.shape))
-        return replace(self, stride=_contiguous(self.shape), symbolic=symbolic)
+            symbolic = replace(symbolic, stride=compat.dense_strides(symbolic.shape, order))
+        return replace(self, stride=compat.dense_strides(self.shape, order), symbolic=symbolic)
 
     def empty(self) -> torch.Tensor:
         """A new tensor like this (fake under a fake mode, symbolic if the mode has symbols)."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sympy
-import torch
 from torch import fx
 
 from megacompile import compat
@@ -32,8 +31,7 @@ T = TypeVar("T")
 def producer(node: fx.Node) -> fx.Node:
     """The op that returns a value: the item of a tuple comes from the op that returns the tuple."""
     while node.op == "call_function" and node.target is operator.getitem:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source: Any = node.args[0]
         node = source
     return node
 
@@ -150,9 +148,8 @@ def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
     nodes = [by_name[name] for name in schedule.left]
     found = {}
     for gradients, state in zip(nodes[::2], nodes[1::2], strict=True):
-        bucket = bucket_of(gradients)
-        assert bucket is not None
-        found[bucket.key] = gradients, state
+        if (bucket := bucket_of(gradients)) is not None:
+            found[bucket.key] = gradients, state
     return found
 
 
@@ -181,10 +178,7 @@ def taken(node: fx.Node, kind: Value) -> fx.Node | None:
 def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
     """The buckets with gradients from a backward, with their positions in its result."""
     stage: Any = call.args[0]
-    buckets = stage.gradient_buckets
-    count = effects(call).count
-    assert count is not None
-    return enumerate(buckets, count(call.args) - len(buckets))
+    return enumerate(stage.gradient_buckets, stage.gradient_places.count(None))
 
 
 def kind_of(value: fx.Node) -> Value | None:
@@ -199,8 +193,7 @@ def bucket_of(value: fx.Node) -> Bucket | None:
     """The bucket of a value, or None."""
     source = producer(value)
     if source is not value:
-        index = value.args[1]
-        assert isinstance(index, int)
+        index: Any = value.args[1]
         return dict(groups(source)).get(index) if source.target is ops.backward else None
     subject: Any = source.args[0] if source.args else None
     return subject if isinstance(subject, Bucket) else None
@@ -278,9 +271,6 @@ def on_disk(forward: fx.Graph) -> frozenset[str]:
     return frozenset(node.name for node in nodes)
 
 
-# Outputs of a captured graph that get a gradient.
-
-
 def computed_outputs(outputs: Sequence[Any]) -> list[int]:
     """Positions of the outputs that stages compute, each value once."""
     first: dict[fx.Node, int] = {}
@@ -297,16 +287,7 @@ def expected_tangents(stages: Schedule) -> tuple[int, ...]:
     A guess before the first backward; a different backward corrects it.
     """
     outputs, _ = ops.returned(stages.forward)
-    able = able_tangents(stages)
-    return tuple([k for k in able if outputs[k].meta["value"].shape == ()][:1] or able)
-
-
-def able_tangents(stages: Schedule) -> tuple[int, ...]:
-    """The outputs that can get a gradient."""
-    outputs, _ = ops.returned(stages.forward)
     metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
-    return tuple(k for k, m in metas.items() if m.requires_grad and _is_differentiable(m.dtype))
-
-
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    kinds = {k: m.dtype for k, m in metas.items() if m.requires_grad}
+    able = [k for k, dtype in kinds.items() if dtype.is_floating_point or dtype.is_complex]
+    return tuple([k for k in able if metas[k].shape == ()][:1] or able)
