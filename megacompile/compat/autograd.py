@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections import OrderedDict
@@ -102,12 +101,8 @@ def note_backward_calls(
     """Records every call of a backward from now on, for `backward_calls`. `leaf_of` maps a tensor
     in `inputs=` to the one whose gradient autograd computes; `as_asked` maps (tensor in `inputs=`,
     that gradient) to the gradient to return."""
-    stock = torch.autograd.graph._engine_run_backward
-    if hasattr(stock, "noted"):
-        return
 
-    @functools.wraps(stock)
-    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(stock: Any, t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tuple(args[3:4] and args[3])  # torch passes them by position
         leaves = tuple(map(leaf_of, inputs))
         if any(leaf is not given for leaf, given in zip(leaves, inputs, strict=True)):
@@ -127,9 +122,9 @@ def note_backward_calls(
             call.roots = ()  # remaining references to the call hold no graph
             call.users = None
 
-    run.noted = True  # type: ignore[attr-defined]
-    torch.autograd.graph._engine_run_backward = run
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.graph
+    replace(engine, "_engine_run_backward", run)
+    torch.autograd._engine_run_backward = engine._engine_run_backward  # type: ignore[attr-defined]
 
 
 def backward_calls() -> tuple[BackwardCall, ...]:
@@ -186,9 +181,6 @@ def is_overwritten(error: RuntimeError) -> bool:
     return "has been modified by an inplace operation" in str(error)
 
 
-# --- optimizers and GradScaler
-
-
 def notice_scaled_losses() -> None:
     """Records every loss that a GradScaler scales from now on, for `loss_is_scaled`."""
 
@@ -232,17 +224,13 @@ def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
     """Makes `Optimizer.load_state_dict` keep the dtypes of states, for parameters that are `ours`:
     torch casts float32 moments of a bfloat16 parameter."""
     _STATES_KEPT.append(ours)
-    stock = torch.optim.Optimizer._process_value_according_to_param_policy
-    if hasattr(stock, "keeps_states"):
-        return
 
-    def policy(param: Any, value: Any, param_id: Any, param_groups: Any, key: Any = None) -> Any:
+    def policy(stock: Any, param: Any, value: Any, *others: Any, key: Any = None) -> Any:
         if key != "step" and any(mine(param) for mine in _STATES_KEPT):
             return value.to(device=param.device)
-        return stock(param, value, param_id, param_groups, key)
+        return stock(param, value, *others, key=key)
 
-    policy.keeps_states = True  # type: ignore[attr-defined]
-    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(policy)  # type: ignore[method-assign]
+    replace(torch.optim.Optimizer, "_process_value_according_to_param_policy", policy)
 
 
 _STATES_KEPT: list[Callable[[torch.Tensor], bool]] = []

@@ -85,8 +85,7 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def _over(
     part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
 ) -> torch.Tensor:
-    """A DTensor over this tensor object: `DTensor.from_local` would move it to the mesh's
-    devices."""
+    """A DTensor over this tensor object, which `DTensor.from_local` would move to other devices."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     meta = TensorMeta(torch.Size(shape), tuple(stride), part.dtype)

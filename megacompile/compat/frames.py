@@ -84,9 +84,6 @@ def users_name(name: str) -> str:
     return _RESUMED.sub(r"\1", name)
 
 
-# --- what is not captured
-
-
 _KEPT = 1000  # graph breaks of the process; drops the oldest
 _TRIES = 3  # failed traces of one code object: the input may have been the reason
 
@@ -176,14 +173,11 @@ def uncaptured() -> int:
 def why_captured_again(compiled: Callable[..., Any]) -> str:
     """The guard that failed in the newest earlier capture, in Dynamo's words; "" if unknown."""
     failures = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
-    newest = max(failures, key=_capture_of, default="").partition("\n")[0]
+    # of the capture with the largest number: 3 for "0/3: ..."
+    number: Any = re.compile(r"\d+/(\d+)|").match
+    newest = max(failures, key=lambda text: int(number(text)[1] or -1), default="")
+    newest = newest.partition("\n")[0]
     return newest.partition(": ")[2].partition("  #")[0].strip()  # without the source line, a hint
-
-
-def _capture_of(failure: str) -> int:
-    """Index of the capture whose guard failed: 3 for "0/3: ..."; -1 if unknown."""
-    number = re.match(r"\d+/(\d+)", failure)
-    return int(number[1]) if number else -1
 
 
 def capture_is_off() -> str:

@@ -82,9 +82,6 @@ def _added(
     return node
 
 
-# --- captured graphs
-
-
 _TRANSFORMS = tuple(
     f"torch.{name}"
     for name in ("_C._functorch", "_functorch.predispatch", "_functorch.eager_transforms")
@@ -172,9 +169,6 @@ def module_calls(node: fx.Node) -> list[tuple[int, str]]:
 # Type and source of Dynamo's guards on a subclass's inner tensors, as guard filters see them.
 SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"
 INNER_NAMES = ".__tensor_flatten__()[0]"
-
-
-# --- inputs that are symbols
 
 
 # Prefixes of the attributes that mark_dynamic and similar functions set on a tensor.

@@ -15,13 +15,13 @@ runs.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch._decomp.decompositions import matmul
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import register_op_impl
 from torch.nn import functional
@@ -38,7 +38,7 @@ _aten = torch.ops.aten
 
 def _define_composites(wanted: Callable[[], bool]) -> None:
     """Register the composite kernels; they call `wanted` at each call, in its thread."""
-    _put(_aten.matmul.default, _matmul, wanted)
+    _put(_aten.matmul.default, matmul, wanted)  # up to torch 2.12 the C++ reads the sizes
     for name in _upsampling():
         if name.endswith(".vec"):
             packet = getattr(_aten, name.removesuffix(".vec"))
@@ -60,50 +60,6 @@ def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) 
 
     name = operator.name().removeprefix("aten::")
     _ATEN_KERNELS.impl(name, run, _KEY.name, with_keyset=True)
-
-
-def _matmul(a: Any, b: Any) -> Any:
-    """LinearAlgebra.cpp: `_matmul_impl`. Up to torch 2.12 the C++ reads the sizes."""
-    if a.dim() <= 2 and b.dim() <= 2:
-        return _aten.matmul.default(a, b)  # the C++ reads no size
-    if a.dim() >= b.dim() and _folds(a, b):
-        return _folded(a, b)
-    if a.dim() < b.dim() and _folds(b.mT, a):
-        product = _folded(b.mT, a.t() if a.dim() == 2 else a)
-        return product.mT.contiguous() if a.dim() == 2 else product
-    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
-        if a.shape[0] == 1:
-            return _matmul(a.squeeze(0), b)
-        if b.shape[0] == 1:
-            return _matmul(a, b.squeeze(0))
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    count = math.prod(batch)
-    rows, columns = a.shape[-2:][:-1], b.shape[-2:][1:]  # empty for a vector
-    left = a.expand(*batch, *(rows or [1]), a.shape[-1]).reshape(count, *(rows or [1]), a.shape[-1])
-    right = b.expand(*batch, *b.shape[-2:]).reshape(count, *b.shape[-2:])
-    if not columns:
-        product = left.bmm(right.unsqueeze(2)).squeeze(-1)
-    else:
-        product = left.bmm(right)
-    return _aten._unsafe_view.default(product, [*batch, *rows, *columns])
-
-
-def _folds(many: Any, one: Any) -> bool:
-    """`should_fold`: true if a batch of matrices is multiplied as the rows of one matrix."""
-    if many.dim() < 3 or one.dim() > 2:
-        return False
-    if one.requires_grad:
-        return True
-    strides, sizes = many.stride(), many.shape
-    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(many.dim() - 2))
-
-
-def _folded(a: Any, b: Any) -> Any:
-    """The product of a batch of matrices, folded into the rows of one, and a matrix or vector."""
-    rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    if b.dim() == 2:
-        return _aten._unsafe_view.default(rows.mm(b), [*a.shape[:-1], b.shape[1]])
-    return _aten._unsafe_view.default(rows.mv(b), [*a.shape[:-1]])
 
 
 def _upsample(operator: Any) -> Callable[..., Any]:
@@ -129,25 +85,22 @@ def _scaled(size: Any, scale: float) -> Any:
     return torch.sym_int(size * scale)
 
 
-def _gradient_of_upsample(
-    grad: Any, output_size: Any, input_size: Sequence[Any], *_: Any, **__: Any
-) -> Any:
-    return grad.new_empty(input_size).contiguous(memory_format=suggest_memory_format(grad))
-
-
-def _gradient_of_shrink(grad: Any, x: Any, *_: Any) -> Any:
-    return torch.empty_like(torch.broadcast_tensors(x, grad)[0])
-
-
 def _define_fakes(wanted: Callable[[Any], bool]) -> None:
     """Register fake kernels for operators that torch has none of for symbolic sizes; `wanted`: true
     if they apply in a FakeTensorMode."""
+
+    def of_upsample(grad: Any, output_size: Any, input_size: Any, *_: Any, **__: Any) -> Any:
+        return grad.new_empty(input_size).contiguous(memory_format=suggest_memory_format(grad))
+
+    def of_shrink(grad: Any, x: Any, *_: Any) -> Any:
+        return torch.empty_like(torch.broadcast_tensors(x, grad)[0])
+
     names = [name for name in _upsampling() if name.endswith("_backward")]
-    kernels: dict[Any, Callable[..., Any]] = {
-        getattr(_aten, name).default: _gradient_of_upsample for name in names
-    }
+    kernels: dict[Any, Callable[..., Any]] = {}
+    for name in names:
+        kernels[getattr(_aten, name).default] = of_upsample
     for name in ("hardshrink_backward", "softshrink_backward"):
-        kernels[getattr(_aten, name).default] = _gradient_of_shrink
+        kernels[getattr(_aten, name).default] = of_shrink
 
     def run(mode: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not wanted(mode):

@@ -7,6 +7,7 @@ integer, another int an integer, a float real. Nothing refers to Dynamo's symbol
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,35 +39,24 @@ _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDic
 check: Callable[[bool], None] = torch._check
 
 
+def _to_int(function: Callable[[Any], Any]) -> Any:
+    def call(x: Any, dtype: Any) -> Any:
+        if isinstance(x, fx.Proxy):
+            return x.tracer.create_proxy("call_function", function, (x,), {})
+        return function(x)
+
+    return staticmethod(call)
+
+
 class _Python(PythonReferenceAnalysis):
     """Python's functions for numbers, symbolic numbers, and proxies of both; torch's class returns
     sympy's for some, or functions that read a proxy's value."""
 
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: Any) -> Any:
-        return torch.sym_int(x)
-
-    @staticmethod
-    def floor_to_int(x: Any, dtype: Any) -> Any:
-        return _called(math.floor, x)
-
-    @staticmethod
-    def ceil_to_int(x: Any, dtype: Any) -> Any:
-        return _called(math.ceil, x)
-
-    @staticmethod
-    def round_to_int(x: Any, dtype: Any) -> Any:
-        return _called(round, x)
-
-    @staticmethod
-    def int_truediv(a: Any, b: Any) -> Any:
-        return a / b
-
-
-def _called(function: Callable[[Any], Any], x: Any) -> Any:
-    if isinstance(x, fx.Proxy):
-        return x.tracer.create_proxy("call_function", function, (x,), {})
-    return function(x)
+    trunc_to_int = staticmethod(lambda x, dtype: torch.sym_int(x))
+    floor_to_int = _to_int(math.floor)
+    ceil_to_int = _to_int(math.ceil)
+    round_to_int = _to_int(round)
+    int_truediv = staticmethod(operator.truediv)
 
 
 class UntraceableSymbols(Exception):
@@ -177,15 +167,6 @@ class SymbolicFakes:
                 return f"{where} relies on {ours}"
         return ""
 
-    @property
-    def has_floats(self) -> bool:
-        """True if a symbol is a float."""
-        return not all(symbol.is_integer for symbol in self.hints)
-
-    def without_floats(self) -> SymbolicFakes:
-        """Another mode, with only the integer symbols."""
-        return SymbolicFakes({s: hint for s, hint in self.hints.items() if s.is_integer})
-
     def described(self, number: Any) -> tuple[Any, Any]:
         """(value for the hints, expression in our symbols) of a SymInt or SymFloat."""
         theirs = number.node.expr
@@ -202,18 +183,14 @@ class SymbolicFakes:
         them."""
         if len(self.env.guards) != self._guards:
             self._guards = len(self.env.guards)
-            self._holds = self._condition()
+            numbers = [self._numbers[symbol] for symbol in self.hints]
+            text = self.env.produce_guards_expression(numbers, ignore_static=False) or "True"
+            names = [f"t{k}" for k in range(len(numbers))]
+            for name in names:
+                text = text.replace(f"L['{name}']", name)
+            scope = {"math": math, **SYMPY_INTERP}
+            self._holds = eval(f"lambda {', '.join(names)}: {text}", scope)
         return self._holds
-
-    def _condition(self) -> Callable[..., bool]:
-        numbers = [self._numbers[symbol] for symbol in self.hints]
-        text = self.env.produce_guards_expression(numbers, ignore_static=False)
-        names = [f"t{k}" for k in range(len(numbers))]
-        for name in names:
-            text = (text or "True").replace(f"L['{name}']", name)
-        scope = {"math": math, **SYMPY_INTERP}
-        condition: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {text}", scope)
-        return condition
 
 
 class _FakeKernels(TorchDispatchMode):

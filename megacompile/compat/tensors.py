@@ -78,6 +78,16 @@ def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
 
 
+def dense_strides(shape: Sequence[Any], order: Iterable[int]) -> tuple[Any, ...]:
+    """Strides of a tensor without gaps, with dimensions in `order`, innermost first."""
+    found: list[Any] = [1] * len(shape)
+    step: Any = 1
+    for dim in order:
+        found[dim] = step
+        step = step * shape[dim]
+    return tuple(found)
+
+
 # The tensor classes that have memory and override nothing.
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -98,9 +108,7 @@ def tensor_guards(examples: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """True if a dense tensor fills its storage, and no other tensor shares it."""
-    storage = tensor.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)
-    return users == 2 and storage.nbytes() == tensor.nbytes  # one of them is `storage` itself
+    return storage_users(tensor) == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 # Number of in-place changes of a tensor's memory, through any of its views.
@@ -241,20 +249,15 @@ def use_expandable_segments() -> bool:
     these. Changes nothing if the user configured the allocator (on torch 2.11, by the environment),
     or if memory was allocated: such code may have checked before."""
     configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
-    if any(os.environ.get(name) for name in _ALLOCATOR) or configured() or _has_allocated():
+    if any(os.environ.get(name) for name in _ALLOCATOR) or configured():
         return False
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    if any(torch.cuda.memory_stats(d).get("segment.all.allocated", 0) for d in devices):
+        return False  # even if it was released since
     for name in _ALLOCATOR:
         os.environ[name] = "expandable_segments:True"
     _C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
-
-
-def _has_allocated() -> bool:
-    """True if the CUDA allocator ever reserved memory, even if it was released since."""
-    if not torch.cuda.is_initialized():
-        return False
-    devices = range(torch.cuda.device_count())
-    return any(torch.cuda.memory_stats(d).get("segment.all.allocated", 0) for d in devices)
 
 
 def release_device_cache(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megacompile.compat.operators import CUDNN_BATCH_NORM, is_random
 from megacompile.compat.symbols import UntraceableSymbols, expression_of, symbols_now
+from megacompile.compat.tensors import dense_strides
 
 Tensors = Sequence[torch.Tensor]
 
@@ -55,9 +56,11 @@ def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
     def dispatch(
         mode: Any, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch.ops.aten.cudnn_batch_norm.default or not _changes_statistics(*args):
+        if func is not torch.ops.aten.cudnn_batch_norm.default:
             return stock(func, kinds, args, kwargs)
-        x, *_, means, variances, _, _, _ = args
+        x, *_, means, variances, training, _, _ = args
+        if not training or means is None or variances is None:
+            return stock(func, kinds, args, kwargs)
         if native:
             results = stock(torch.ops.aten._native_batch_norm_legit.default, kinds, args)
             like = {"dtype": torch.uint8}
@@ -70,22 +73,13 @@ def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
     return types.MethodType(dispatch, mode)
 
 
-def _changes_statistics(
-    x: Any, weight: Any, bias: Any, means: Any, variances: Any, training: bool, *_: Any
-) -> bool:
-    return training and means is not None and variances is not None
-
-
 @contextmanager
 def functional_mode(*, native: bool = False) -> Iterator[None]:
     """A context that turns in-place operations on tensors of `to_functional` into functional ones.
+    Raises NotImplementedError if an operator has ordered side effects (a check, a print).
 
-    Args:
-        native: cuDNN's batch norm becomes torch's own, which a compiler can decompose. Their
-            results differ by rounding.
-
-    Raises:
-        NotImplementedError: an operator has ordered side effects (a check, a print).
+    `native`: cuDNN's batch norm becomes torch's own, which a compiler can decompose. Their results
+    differ by rounding.
     """
     mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
     # not a subclass: higher-order operators look for this class
@@ -152,17 +146,11 @@ def trace(
             modes.enter_context(tracing(TracingContext(fake_mode())))
         modes.enter_context(_use_lazy_graph_module(True))  # the graph may never be called
         traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
-    return _flatten_signature(traced)
-
-
-def _flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
-    """Flatten the inputs, two lists, and the output of a traced function."""
-    graph = module.graph
-    graph.set_codegen(fx.graph.CodeGen())
-    output = next(iter(reversed(graph.nodes)))
+    traced.graph.set_codegen(fx.graph.CodeGen())  # the inputs as one list, and the output
+    output = traced.graph.output_node()
     output.args = (tuple(_pytree.tree_leaves(output.args[0])),)
-    module.recompile()
-    return module
+    traced.recompile()
+    return traced
 
 
 def eager_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -185,17 +173,13 @@ def symbolic_decompositions() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     return {
         **eager_decompositions(),
-        aten.slice.Tensor: _slice,
-        aten.slice_backward.default: _slice_backward,
+        aten.slice.Tensor: lambda x, dim=0, start=None, end=None, step=1: (
+            x if _takes_all(x.shape[dim], start, end, step) else NotImplemented
+        ),
+        aten.slice_backward.default: lambda grad, sizes, dim, start, end, step: (
+            grad if _takes_all(sizes[dim], start, end, step) else NotImplemented
+        ),
     }
-
-
-def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    return x if _takes_all(x.shape[dim], start, end, step) else NotImplemented
-
-
-def _slice_backward(grad: Any, sizes: Any, dim: int, start: Any, end: Any, step: int) -> Any:
-    return grad if _takes_all(sizes[dim], start, end, step) else NotImplemented
 
 
 def _takes_all(size: Any, start: Any, end: Any, step: int) -> bool:
@@ -252,26 +236,21 @@ def _settled(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
     flat, spec = _pytree.tree_flatten(found)
     if not any(isinstance(value, FakeTensor) and value.dim() > 1 for value in flat):
         return found
-    real = _run(func, args, kwargs)
-    if real is None or len(real) != len(flat):
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            zeros, named = _pytree.tree_map(_zeros, (args, kwargs))
+            real = _pytree.tree_leaves(func(*zeros, **named))
+        except torch.OutOfMemoryError:
+            raise
+        except _CANNOT_RUN:
+            return found
+    if len(real) != len(flat):
         return found
     fakes = symbols_now()
     assert fakes is not None
     with fakes.mode:
         settled = [_with_strides(f, r) for f, r in zip(flat, real, strict=True)]
     return _pytree.tree_unflatten(settled, spec)
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    with _disable_current_modes(), torch.no_grad():
-        try:
-            zeros = _pytree.tree_map(_zeros, (args, kwargs))
-            flat: list[Any] = _pytree.tree_flatten(func(*zeros[0], **zeros[1]))[0]
-        except torch.OutOfMemoryError:
-            raise
-        except _CANNOT_RUN:
-            return None
-    return flat
 
 
 def _zeros(value: Any) -> Any:
@@ -291,18 +270,8 @@ def _with_strides(fake: Any, real: Any) -> Any:
     if (shape, stride) == (tuple(real.shape), real.stride()) or 0 in shape:
         return fake
     order = sorted(range(real.dim()), key=lambda d: (real.stride(d), real.shape[d]))
-    if shape != tuple(real.shape) or _dense(real.shape, order) != real.stride():
+    if shape != tuple(real.shape) or dense_strides(real.shape, order) != real.stride():
         raise UntraceableSymbols(f"a kernel returns strides {real.stride()} for {list(real.shape)}")
     return torch.empty_strided(
-        fake.shape, _dense(fake.shape, order), dtype=fake.dtype, device=fake.device
+        fake.shape, dense_strides(fake.shape, order), dtype=fake.dtype, device=fake.device
     )
-
-
-def _dense(shape: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
-    """Strides of a tensor without gaps, with dimensions in `order`, innermost first."""
-    found: list[Any] = [1] * len(shape)
-    step: Any = 1
-    for dim in order:
-        found[dim] = step
-        step = step * shape[dim]
-    return tuple(found)

@@ -20,9 +20,6 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from megacompile.compat.patches import replace
 
-# --- tensors
-
-
 _POINTERS = ("data_ptr", "untyped_storage", "storage", "numpy", "__dlpack__")
 _KEYS = ("ConstDictKeySource", "NonSerializableSetGetItemSource")  # sources of keys
 _shown: list[type[torch.Tensor]] = []
@@ -128,16 +125,12 @@ def _of_own_class(cls: type, name: str) -> Any:
 
 
 def _leave(variable: Any, name: str, why: str) -> None:
-    """Break the graph."""
     unimplemented(
         gb_type="An attribute of a parameter",
         context=f"{variable} {name}",
         explanation=f"`{name}` of a parameter is not captured: {why}.",
         hints=[],
     )
-
-
-# --- containers
 
 
 class _Longest(ConstantVariable):
