@@ -5,6 +5,12 @@ what to recompute, for every stage alike. A model's results do not depend on its
 
     before: x = checkpoint(body, x, weight)[0]        after: x = linear(x, weight)
 
+`unpack` replaces wrapper subclasses (torchao's weights) by their components. Each use gets its own
+wrapper over them, right before it and in the same stage. Tracing sees through the wrapper: the
+class's computation becomes part of the stage.
+
+    before: w -> linear(x, w)       after: w_0, w_1 -> linear(x, as_Int8Tensor(w_0, w_1))
+
 `fold_vmaps` folds the nodes of a `torch.vmap` into one node. Their values have a hidden dimension
 and a nesting level in global state: a stage must contain all of them or none. Tracing the node
 removes the vmap.
@@ -41,8 +47,11 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.ir.capture import Capture, ConstantInput, NumberInput
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir.capture import Capture, ConstantInput, GraphInput, NumberInput, PackedInput
 from megacompile.passes.capture.propagate import propagate
+
+WRAPPED = "megacompile.wrapped"  # in the meta of a wrapper
 
 
 def inline_checkpoints(capture: Capture) -> Capture:
@@ -81,6 +90,34 @@ def _copy(body: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any] | None, p
     raise AssertionError("no output")
 
 
+def unpack(capture: Capture) -> Capture:
+    """The capture without packed inputs; the same capture if it has none. Raises
+    UnsupportedGraphError if the graph returns one."""
+    if not any(isinstance(item, PackedInput) for item in capture.inputs):
+        return capture
+    own = capture.fresh()
+    graph = own.module.graph
+    inputs: list[GraphInput] = []
+    for node, item in own.bound.items():
+        if not isinstance(item, PackedInput):
+            inputs.append(item)
+            continue
+        with graph.inserting_before(node):
+            parts = tuple(graph.placeholder(f"{node.name}_{k}") for k in range(len(item.parts)))
+        for user in list(node.users):  # each use gets its own wrapper, in the same stage
+            if user.op == "output":
+                raise UnsupportedGraphError(f"packed parameter {node.name!r} is an output")
+            with graph.inserting_before(user):
+                made = graph.call_function(item.wrapping, parts)
+            made.meta[WRAPPED] = True
+            if "nn_module_stack" in user.meta:
+                made.meta["nn_module_stack"] = user.meta["nn_module_stack"]
+            user.replace_input_with(node, made)
+        graph.erase_node(node)
+        inputs += item.parts
+    return replace(own, inputs=tuple(inputs))
+
+
 def fold_vmaps(capture: Capture) -> Capture:
     """The capture with a module call for each vmap; the same capture if it has none."""
     if not capture.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
@@ -96,7 +133,6 @@ def fold_vmaps(capture: Capture) -> Capture:
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes of each outermost vmap, from its begin to its end."""
     regions: list[list[fx.Node]] = []
     depth = 0
     for node in graph.nodes:
@@ -150,7 +186,6 @@ def take_numbers(capture: Capture) -> Capture:
 
 
 def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
-    """The nodes that read the value of a number, and the number's input."""
     return [
         (user, node)
         for node, item in capture.bound.items()

@@ -3,10 +3,9 @@
     before: mask = (kv[None, :] <= q[:, None])        after: y = attention(..., is_causal=True)
             y = attention(..., attn_mask=mask)
 
-A captured model cannot inspect its mask, so Hugging Face models build one where the plain loop
-passes `is_causal=True`. A mask takes memory quadratic in the context length in every layer, and its
-kernels cannot skip half of the work. Such a mask is known: it is computed from constants and
-lengths alone, by operators whose results have formulas.
+A captured model cannot inspect its mask, so Hugging Face models build one, of queries by keys, in
+every layer. It is known if it is computed from constants and lengths alone, by operators whose
+results have formulas.
 
     torch.arange(n)[:, None] + 3        i2 + 3: the value at row i2 (i1 is the last dimension)
     keys <= queries                     i2 - i1 >= 0
@@ -21,8 +20,8 @@ The attention is the same up to rounding: another kernel computes it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import sympy
@@ -30,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megacompile.ir.capture import Capture, ConstantInput
+from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import Number, TensorMeta, tensors_bytes
 from megacompile.options import Lowering
 from megacompile.passes.capture.propagate import Values, propagate
@@ -52,30 +51,37 @@ def use_causal_attention(
     if not any(map(_mask_of, capture.module.graph.nodes)):
         return capture, ()
     own = capture.fresh()
-    known = _Known(own, propagate(own))
+    graph, values = own.module.graph, propagate(own)
+    known = _known(graph, values)
     sizes: dict[fx.Node, int] = {}
+    conditions: list[Any] = []
     count = 0
-    for node in own.module.graph.nodes:
+    for node in graph.nodes:
         mask = _mask_of(node)
-        is_causal = None if mask is None else known.attention(node, mask)
-        if mask is None or is_causal is None:
+        if mask is None:
             continue
-        named = _named(node) | {"attn_mask": None, "is_causal": is_causal}
-        node.args = tuple(named.pop(name) for name in _ATTENTION[:3])
-        node.kwargs = named
-        sizes[mask] = tensors_bytes(known.values.meta(mask))
-        count += 1
+        found = _attention(node, mask, known[mask], values, own.planned)
+        if found is not None:
+            named = _named(node) | {"attn_mask": None, "is_causal": found[0]}
+            node.args = tuple(named.pop(name) for name in _ATTENTION[:3])
+            node.kwargs = named
+            sizes[mask] = tensors_bytes(values.meta(mask))
+            conditions += found[1]
+            count += 1
     if not count:
         line = "attention masks are materialized: they are not recognized for every size"
         return capture, ((line,) if capture.planned else ())
-    _erase_unused(own.module.graph, list(sizes))
+    unused = set(sizes)  # masks without a reader, and the nodes that built them
+    for node in reversed(graph.nodes):
+        if node in unused and not node.users and node.op in ("call_function", "call_method"):
+            unused.update(filter(_name, node.all_input_nodes))
+            graph.erase_node(node)
     size = format_bytes(max(sizes.values()))
     line = f"{count} attentions are causal without a mask, which would take {size}"
-    return own.under(known.conditions), (line,)
+    return own.under(conditions), (line,)
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask that an attention takes."""
     if node.target is not F.scaled_dot_product_attention:
         return None
     named = _named(node)
@@ -98,117 +104,72 @@ def _name(node: fx.Node) -> str:
     return name if pure and (theirs if function else node.op == "call_method") else ""
 
 
-def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
-    """Remove masks without a reader, and the nodes that built them."""
-    made = set(masks)
-    for node in reversed(graph.nodes):
-        if node in made and not node.users and node.op in ("call_function", "call_method"):
-            made.update(filter(_name, node.all_input_nodes))
-            graph.erase_node(node)
-
-
 class Unknown(Exception):
     """Raised if no formula is known for a value."""
 
 
-@dataclass(slots=True)
-class _Known:
-    """Statically known values of a captured graph."""
+def _attention(
+    node: fx.Node, mask: fx.Node, allows: Any, values: Values, planned: Mapping[Any, Any]
+) -> tuple[bool, list[Any]] | None:
+    """(False if a mask allows everything, True if it is causal; the relations of symbols that this
+    relies on); None: neither."""
+    named, sizes = _named(node), values.meta(mask).sizes
+    square = tuple(values.meta(named[name]).sizes[-2] for name in ("query", "key"))
+    if not isinstance(allows, tuple) or sizes[-2:] != square:
+        return None
+    exact = {symbol: sympy.sympify(value) for symbol, value in planned.items()}
+    relied_on: list[Any] = []
 
-    capture: Capture
-    values: Values
-    found: dict[fx.Node, Any] = field(default_factory=dict)  # `Unknown` for other values
-    changed: frozenset[int] = field(init=False)  # storages that any node writes
-    conditions: list[Any] = field(default_factory=list)  # relations that replaced masks rely on
+    def holds(relation: Any) -> bool:
+        """True if a relation holds: for all values of the symbols, or for the planned ones."""
+        found = bool(sympy.sympify(relation).xreplace(exact))
+        if found and sympy.sympify(relation) is not sympy.true:
+            relied_on.append(relation)
+        return found
 
-    def __post_init__(self) -> None:
-        self.changed = frozenset().union(*self.values.mutates.values())
-        for node, item in self.capture.bound.items():
-            if isinstance(item, ConstantInput):
-                self.found[node] = item.value
-
-    def attention(self, node: fx.Node, mask: fx.Node) -> bool | None:
-        """False if a mask allows everything, True if it is causal; None: neither."""
-        named, meta = _named(node), self.values.meta(mask)
-        square = tuple(self.values.meta(named[name]).sizes[-2] for name in ("query", "key"))
-        allows = self.of(mask)
-        if not isinstance(allows, tuple) or meta.sizes[-2:] != square:
-            return None
-        relied_on: list[Any] = []
-        is_causal = False
-        for formula in allows:
-            if self._is_causal(formula, relied_on):
-                is_causal = True
-            elif not self._decide(_end(formula, meta.sizes, min) >= 0, relied_on):
-                return None
-        if is_causal and square[0] != square[1]:
-            return None
-        self.conditions += relied_on
-        return is_causal
-
-    def _is_causal(self, formula: Any, relied_on: list[Any]) -> bool:
-        """True if a formula is at least 0 exactly for keys up to the query's own."""
+    is_causal = False
+    for formula in allows:
         base, steps = _linear(formula)
         columns, rows = steps.pop(_INDEX[0], 0), steps.pop(_INDEX[1], 0)
-        if steps or rows <= 0 or rows + columns != 0:
-            return False
-        return self._decide(base >= 0, relied_on) and self._decide(base < rows, relied_on)
+        # at least 0 exactly for keys up to the query's own
+        diagonal = not steps and rows > 0 and rows + columns == 0
+        if diagonal and holds(base >= 0) and holds(base < rows):
+            is_causal = True
+        elif not holds(_end(formula, sizes, min) >= 0):
+            return None
+    return None if is_causal and square[0] != square[1] else (is_causal, relied_on)
 
-    def _decide(self, relation: Any, relied_on: list[Any]) -> bool:
-        """True if a relation holds: for all values of the symbols, or for the planned ones."""
-        relation = sympy.sympify(relation)
-        if relation in (sympy.true, sympy.false):
-            return bool(relation)
-        exact = {symbol: sympy.sympify(value) for symbol, value in self.capture.planned.items()}
-        if not bool(relation.xreplace(exact)):
-            return False
-        relied_on.append(relation)
-        return True
 
-    def of(self, node: fx.Node) -> Any:
-        """A known value, or `Unknown`."""
-        stack = [node]
-        while stack:  # no recursion, because graphs are deep
-            last = stack[-1]
-            missing = [n for n in last.all_input_nodes if n not in self.found]
-            if last in self.found:
-                pass
-            elif self.values.is_constant(last):
-                self.found[last] = self.values.of[last]
-            elif isinstance(self.values.of[last], Number):
-                self.found[last] = self.values.of[last].expression
-            elif not self._pure(last):
-                self.found[last] = Unknown
-            elif missing:
-                stack += missing
-                continue
-            else:
-                try:
-                    self.found[last] = self._made(last)
+def _known(graph: fx.Graph, values: Values) -> dict[fx.Node, Any]:
+    """The statically known values of a captured graph; `Unknown` for other nodes."""
+    changed = frozenset().union(*values.mutates.values())
+    found: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        value = found[node] = values.of[node]
+        if isinstance(value, Number):
+            found[node] = value.expression
+        elif not values.is_constant(node):
+            found[node] = Unknown
+            if _name(node) and values.is_tensor(node) and not values.storages[node] & changed:
                 # an unknown form of the call
-                except (Unknown, KeyError, TypeError, IndexError, ValueError):
-                    self.found[last] = Unknown
-            stack.pop()
-        return self.found[node]
+                with suppress(Unknown, KeyError, TypeError, IndexError, ValueError):
+                    found[node] = _made(node, found, values)
+    return found
 
-    def _pure(self, node: fx.Node) -> bool:
-        called = bool(_name(node)) and self.values.is_tensor(node)
-        return called and not self.values.storages[node] & self.changed
 
-    def _made(self, node: fx.Node) -> Any:
-        """The value of a pure function of known values."""
-        if any(self.found[source] is Unknown for source in node.all_input_nodes):
-            raise Unknown
-        args: Any = fx.map_arg(node.args, self.found.__getitem__)
-        named = dict(fx.map_arg(node.kwargs, self.found.__getitem__))
-        args = (*args, *(named.pop(name) for name in ("input", "other") if name in named))
-        named = {k: v for k, v in named.items() if k not in ("device", "dtype", "pin_memory")}
-        taken = list(filter(self.values.is_tensor, node.all_input_nodes))
-        meta, name = self.values.meta(node), _name(node)
-        before = self.values.meta(taken[0]).sizes if taken else ()
-        if name == "getitem" and len(taken) > 1:
-            name = "gather"
-        return _fitted(_FORMULAS[name]((meta.sizes, before), *args, **named), meta)
+def _made(node: fx.Node, found: Mapping[fx.Node, Any], values: Values) -> Any:
+    if any(found[source] is Unknown for source in node.all_input_nodes):
+        raise Unknown
+    args: Any = fx.map_arg(node.args, found.__getitem__)
+    named = dict(fx.map_arg(node.kwargs, found.__getitem__))
+    args = (*args, *(named.pop(name) for name in ("input", "other") if name in named))
+    named = {k: v for k, v in named.items() if k not in ("device", "dtype", "pin_memory")}
+    taken = list(filter(values.is_tensor, node.all_input_nodes))
+    meta, name = values.meta(node), _name(node)
+    before = values.meta(taken[0]).sizes if taken else ()
+    if name == "getitem" and len(taken) > 1:
+        name = "gather"
+    return _fitted(_FORMULAS[name]((meta.sizes, before), *args, **named), meta)
 
 
 # Formulas.
@@ -289,10 +250,6 @@ def _both(shapes: Shapes, left: Any, right: Any) -> Any:
     return left + right
 
 
-def _tril(shapes: Shapes, x: Any, diagonal: Any = 0) -> Any:
-    return _both(shapes, x, (_INDEX[1] - _INDEX[0] + _literal(diagonal),))
-
-
 def _arange(shapes: Shapes, *args: Any, start: Any = 0, end: Any = None, step: Any = 1) -> Any:
     if len(args) > 1:
         start, step = args[0], args[2] if len(args) > 2 else step
@@ -314,10 +271,6 @@ def _floordiv(shapes: Shapes, left: Any, right: Any) -> Any:
     return ends.pop()
 
 
-def _same(shapes: Shapes, x: Any, *_: Any, **__: Any) -> Any:
-    return x
-
-
 def _viewed(shapes: Shapes, x: Any, *_: Any) -> Any:
     """A value in another shape: dimensions of size 1 come and go, or it is the same everywhere."""
     new, old = (
@@ -330,7 +283,7 @@ def _viewed(shapes: Shapes, x: Any, *_: Any) -> Any:
 
 
 def _unsqueeze(shapes: Shapes, x: Any, dim: int) -> Any:
-    first = len(shapes[0]) - 1 - dim % len(shapes[0])
+    first = _position(shapes, dim)
     return _each(x, dict(zip(_INDEX[first:], _INDEX[first + 1 :], strict=False)))
 
 
@@ -368,41 +321,47 @@ def _gathered(shapes: Shapes, x: Any, index: Any) -> Any:
     return _each(x, new)
 
 
+def _position(shapes: Shapes, dim: int) -> int:
+    """The number of dimensions of the result after `dim`."""
+    return len(shapes[0]) - 1 - dim % len(shapes[0])
+
+
 def _has(value: Any, index: Any) -> bool:
     return any(f.has(index) for f in (value if isinstance(value, tuple) else (_int(value),)))
 
 
 def _diff(shapes: Shapes, x: Any, n: int = 1, dim: int = -1, prepend: Any = None) -> Any:
     """The difference along a dimension, after a first value that fits."""
-    index = _INDEX[len(shapes[0]) - 1 - dim % len(shapes[0])]
+    index = _INDEX[_position(shapes, dim)]
     first = _each(x, {index: sympy.Integer(-1)})
     if n != 1 or tuple(shapes[0]) != tuple(shapes[1]) or first != _int(prepend):
         raise Unknown
     return _int(x) - _each(x, {index: index - 1})
 
 
-def _cumsum(shapes: Shapes, x: Any, dim: int) -> Any:
-    return _literal(x) * (_INDEX[len(shapes[0]) - 1 - dim % len(shapes[0])] + 1)
-
-
 _FORMULAS: dict[str, Callable[..., Any]] = {
     **{name: _compared(name) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
     **dict.fromkeys(("and", "bitwise_and", "logical_and"), _both),
-    "tril": _tril,
+    "tril": lambda shapes, x, diagonal=0: _both(
+        shapes, x, (_INDEX[1] - _INDEX[0] + _literal(diagonal),)
+    ),
     "arange": _arange,
     "add": lambda shapes, x, y: _int(x) + _int(y),
     "sub": lambda shapes, x, y: _int(x) - _int(y),
     "mul": _product,
     "neg": lambda shapes, x: -_int(x),
     "floordiv": _floordiv,
-    **dict.fromkeys(("long", "bool", "contiguous", "clone", "to", "cpu", "cuda"), _same),
-    **dict.fromkeys(("expand", "expand_as"), _same),  # a broadcast dimension has no index
+    # a broadcast dimension has no index
+    **dict.fromkeys(
+        ("long", "bool", "contiguous", "clone", "to", "cpu", "cuda", "expand", "expand_as"),
+        lambda shapes, x, *_, **__: x,
+    ),
     **dict.fromkeys(("view", "reshape", "flatten", "squeeze"), _viewed),
     "unsqueeze": _unsqueeze,
     "getitem": _getitem,
     "gather": _gathered,
     "diff": _diff,
-    "cumsum": _cumsum,
+    "cumsum": lambda shapes, x, dim: _literal(x) * (_INDEX[_position(shapes, dim)] + 1),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda *_, **__: 1),
     **dict.fromkeys(("zeros", "new_zeros"), lambda *_, **__: 0),
     "full": lambda shapes, size, fill_value: _literal(fill_value),

@@ -41,7 +41,7 @@ CHUNK_BYTES = 2**30  # of logits at a time; "auto" keeps smaller heads whole
 _CASTS = {"float", "to", "type"}
 _COPIES = {"contiguous", "clone", torch.clone}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"} | {
-    *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze),
+    *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze)
 }
 _PERMUTES = {"permute", torch.permute}
 _TRANSPOSES = {"transpose", torch.transpose, "swapaxes", torch.swapaxes, *_PERMUTES}
@@ -61,13 +61,8 @@ STOOD_BACK = "the head is whole: "  # prefix of a reason if a loss was found
 def chunk_head(
     capture: Capture, *, head: Head, lowering: Lowering, chunk_bytes: int | None = None
 ) -> tuple[Capture, tuple[str, ...]]:
-    """The capture with every possible head in chunks, and a log line on each loss.
-
-    An unchanged capture is returned as the same object.
-
-    Args:
-        chunk_bytes: bytes of logits per chunk. Default: `CHUNK_BYTES`.
-    """
+    """The capture with every possible head in chunks, and a log line on each loss; an unchanged
+    capture is the same object. `chunk_bytes`: of logits per chunk; default: `CHUNK_BYTES`."""
     limit_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     if not any(node.target in _LOSSES for node in capture.module.graph.nodes):
         return capture, ("no head: no cross_entropy was captured",) if head is Head.CHUNKED else ()
@@ -83,7 +78,12 @@ def chunk_head(
         try:
             found = finder.find(loss)
             if head is Head.AUTO:
-                conditions += _conditions(found, limit_bytes)
+                if isinstance(
+                    found.any_rows, sympy.Basic
+                ):  # logits stay on their side of the limit
+                    most = limit_bytes // found.row_bytes
+                    side = sympy.Le if found.rows <= most else sympy.Gt
+                    conditions.append(side(found.any_rows, most))
                 if found.logits_bytes <= limit_bytes:
                     size, least = format_bytes(found.logits_bytes), format_bytes(limit_bytes)
                     raise _Whole(f"its logits take {size}, no more than {least}")
@@ -122,28 +122,14 @@ class _Head:
         """Bytes of the logits for the planned number of rows."""
         return self.rows * self.row_bytes
 
-    @property
-    def is_symbolic(self) -> bool:
-        """True if the number of rows changes from call to call."""
-        return isinstance(self.any_rows, sympy.Basic)
-
     def __str__(self) -> str:
         size = format_bytes(self.logits_bytes)
-        planned = f", planned for {self.rows}" if self.is_symbolic else ""
-        most = "at most " if self.is_symbolic else ""
+        changes = isinstance(self.any_rows, sympy.Basic)
+        planned, most = (f", planned for {self.rows}", "at most ") if changes else ("", "")
         return (
             f"{self.any_rows} tokens by {self.classes} classes ({size} of logits{planned}) is "
             f"computed in chunks of {most}{self.options['chunk_rows']} tokens"
         )
-
-
-def _conditions(found: _Head, limit_bytes: int) -> list[Any]:
-    """The condition that logits stay on their side of the limit of "auto"."""
-    if not found.is_symbolic:
-        return []
-    most = limit_bytes // found.row_bytes
-    side = sympy.Le if found.rows <= most else sympy.Gt
-    return [side(found.any_rows, most)]
 
 
 def rows_of_a_chunk(rows: int | None, row_bytes: int, limit_bytes: int) -> int:
@@ -182,31 +168,33 @@ class _Finder:
             "chunk_rows": rows_of_a_chunk(known, row_bytes, self.limit_bytes),
             "dtype": self.meta(loss).dtype,
         }
-        self._check_between(linear, loss, read)
+        # moving the linear layer down to its loss must not change its inputs or their state
+        nodes = list(self.capture.module.graph.nodes)
+        held = {key for node in read if node is not None for key in self.values.storages[node]}
+        for node in nodes[nodes.index(linear) : nodes.index(loss)]:
+            changes = self.values.mutates[node] & held or node.target is compat.SET_GRAD_ENABLED
+            if changes or "_autocast" in _target(node):
+                raise _Whole(f"{node} changes its input, weight, grad mode or autocast in between")
         given = (*read, of["target"], of.get("weight"))
         return _Head(linear, chain, loss, given, options, rows, any_rows, classes, row_bytes)
 
     def literal(self, value: Any) -> Any:
         """A value with nodes of known numbers replaced by the numbers."""
-        return fx.map_arg(value, self._number)
 
-    def _number(self, node: fx.Node) -> Any:
-        if not self._is_known(node):
-            raise _Whole(f"{node} is a tensor where a number was expected")
-        return self.values.of[node]
+        def number(node: fx.Node) -> Any:
+            if not self.values.is_known(node):
+                raise _Whole(f"{node} is a tensor where a number was expected")
+            return self.values.of[node]
 
-    def _is_known(self, node: fx.Node) -> bool:
-        return self.values.is_constant(node) or self.values.is_number(node)
+        return fx.map_arg(value, number)
 
     def _bind(self, node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
-        """The arguments of a call by name."""
         bound: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if bound.keys() - set(names) or len(node.args) > len(names):
             raise _Whole(f"{node} has unknown arguments")
         return bound
 
     def meta(self, node: Any) -> TensorMeta:
-        """The description of a tensor."""
         meta = self.values.of.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(meta, TensorMeta):
             raise _Whole(f"{node} is no tensor")
@@ -218,21 +206,18 @@ class _Finder:
         node, user = source, loss
         while True:
             self.meta(node)
-            self._check_users(node, user)
+            for other in node.users:
+                if other.op == "output":
+                    raise _Whole(f"the logits ({node}) are returned to the caller; return the loss")
+                looks = self.values.of[other] is not None and not self.values.mutates[other]
+                if other is not user and not (looks and self.values.is_known(other)):  # for a size
+                    raise _Whole(f"the logits ({node}) are also used by {other}")
             if node.target is F.linear:
                 return tuple(reversed(chain)), node
             if not self._commutes(node, last=user is loss):
                 raise _Whole(f"its logits come through {node} ({_target(node)})")
             chain.append(node)
             node, user = _source(node), node
-
-    def _check_users(self, node: fx.Node, user: fx.Node) -> None:
-        for other in node.users:
-            if other.op == "output":
-                raise _Whole(f"the logits ({node}) are returned to the caller; return the loss")
-            looks = self.values.of[other] is not None and not self.values.mutates[other]
-            if other is not user and not (looks and self._is_known(other)):  # not for a size
-                raise _Whole(f"the logits ({node}) are also used by {other}")
 
     def _commutes(self, node: fx.Node, *, last: bool) -> bool:
         """True if a node between the head and its loss commutes with the linear layer."""
@@ -249,7 +234,7 @@ class _Finder:
 
     def _keeps_classes(self, node: fx.Node, dims: int) -> bool:
         """True for an index of slices that selects all classes, the last dimension."""
-        if not all(map(self._is_known, node.all_input_nodes[1:])):
+        if not all(map(self.values.is_known, node.all_input_nodes[1:])):
             return False
         index = self.literal(node.args[1])
         entries = index if isinstance(index, tuple) else (index,)
@@ -269,8 +254,7 @@ class _Finder:
         return dims == [0, 2, 1] if node.target in _PERMUTES else sorted(dims) == [1, 2]
 
     def _rows(self, logits: fx.Node, target: Any) -> tuple[int, Any]:
-        """The rows of the loss's input, whose classes come last or are transposed: the planned
-        number, and an expression of the symbols."""
+        """The rows of the loss's input: the planned number, and an expression of the symbols."""
         shape, meta = self.meta(logits).shape, self.meta(target)
         leading = (shape[0], *shape[2:]) if len(shape) > 1 else ()
         rows = math.prod(leading)
@@ -282,36 +266,22 @@ class _Finder:
             raise _Whole("there are no tokens, or they are on another device")
         return rows, math.prod(meta.sizes)
 
-    def _check_between(self, linear: fx.Node, loss: fx.Node, read: Sequence[Any]) -> None:
-        """Raise if moving the linear layer down to its loss would change its inputs or their
-        state."""
-        nodes = list(self.capture.module.graph.nodes)
-        held = {key for node in read if node is not None for key in self.values.storages[node]}
-        for node in nodes[nodes.index(linear) : nodes.index(loss)]:
-            changes = self.values.mutates[node] & held or node.target is compat.SET_GRAD_ENABLED
-            if changes or "_autocast" in _target(node):
-                raise _Whole(f"{node} changes its input, weight, grad mode or autocast in between")
-
     def rewrite(self, found: _Head) -> None:
         """Replace a loss by the chunked loss and remove the logits, in the capture's graph."""
         graph = self.capture.module.graph
-        self._replace_questions(graph, found)
+        for node in (found.linear, *found.chain):
+            for user in list(node.users):
+                if user not in found.chain and user is not found.loss:  # it reads a size
+                    with graph.inserting_before(user):
+                        number = written(graph, self.values.of[user], self.capture.symbols)
+                    put(user, number)
+                    graph.erase_node(user)
         with graph.inserting_before(found.loss):
             given = (self._hidden(graph, found), *found.given[1:])
             loss = graph.call_function(linear_cross_entropy, given, found.options)
         found.loss.replace_all_uses_with(_placed_like(found.linear, loss))
         for node in (found.loss, *reversed(found.chain), found.linear):
             graph.erase_node(node)
-
-    def _replace_questions(self, graph: fx.Graph, found: _Head) -> None:
-        """Replace reads of the logits' sizes by numbers."""
-        for node in (found.linear, *found.chain):
-            for user in list(node.users):
-                if user not in found.chain and user is not found.loss:
-                    with graph.inserting_before(user):
-                        number = written(graph, self.values.of[user], self.capture.symbols)
-                    put(user, number)
-                    graph.erase_node(user)
 
     def _hidden(self, graph: fx.Graph, found: _Head) -> fx.Node:
         """The linear layer's input with the slices and reshapes of the logits applied."""

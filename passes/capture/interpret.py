@@ -10,11 +10,11 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput, TensorInput
-from megacompile.ir.tensors import Number, Symbols, TensorMeta, has_numbers, symbols_in
+from megacompile.ir.tensors import Number, Symbols, TensorMeta, has_numbers, parts_of, symbols_in
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.text import source_line
 
-_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, slice)
+_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(slots=True)
@@ -32,12 +32,15 @@ class Values:
 
     def is_constant(self, node: fx.Node) -> bool:
         """True if the node's value can be a literal in the code."""
-        return _is_constant(self.of[node])
+        return all(isinstance(part, _CONSTANTS) for part in parts_of(self.of[node]))
+
+    def is_known(self, node: fx.Node) -> bool:
+        """True if it consists of constants, and of numbers that change from call to call."""
+        return all(isinstance(part, (*_CONSTANTS, Number)) for part in parts_of(self.of[node]))
 
     def is_number(self, node: fx.Node) -> bool:
         """True if the node's value is or contains a number that changes from call to call."""
-        value = self.of[node]
-        return has_numbers(value) and _is_constant(value, numbers=True)
+        return has_numbers(self.of[node]) and self.is_known(node)
 
     def origin(self, node: fx.Node) -> fx.Node:
         """The node that created the tensor object that `node` returns: `x` for `x.add_(1)`."""
@@ -101,7 +104,9 @@ class Interpreter(fx.Interpreter):
         return compat.storage_key(tensor)
 
     def run_node(self, n: fx.Node) -> Any:
-        before = self._inputs(n)
+        # with their current values, which in-place changes replace
+        taken = [t for source in n.all_input_nodes for t in tensors_in(self.value_of(source))]
+        before = [(tensor, compat.from_functional(tensor)) for tensor in taken]
         value = super().run_node(n)
         self.values.of[n] = _describe(value)
         if self.symbols is not None:
@@ -121,8 +126,7 @@ class Interpreter(fx.Interpreter):
         return value
 
     def _note_requires_grad(self, n: fx.Node) -> None:
-        """A tensor from `torch.zeros` requires grad once a part of it is set to a value that
-        does."""
+        """A tensor from `torch.zeros` requires grad once a part of it is set to one that does."""
         if not self.values.mutates[n]:
             return  # most nodes; avoids quadratic time
         for holder in self.env:
@@ -133,14 +137,6 @@ class Interpreter(fx.Interpreter):
             if shared and isinstance(before, TensorMeta) and not before.requires_grad:
                 if TensorMeta.of(self.value_of(holder)).requires_grad:
                     self.values.requires_grad_after[holder] = n
-
-    def _inputs(self, n: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that a node takes, with their current values, which in-place changes
-        replace."""
-        taken = [
-            tensor for source in n.all_input_nodes for tensor in tensors_in(self.value_of(source))
-        ]
-        return [(tensor, compat.from_functional(tensor)) for tensor in taken]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -166,11 +162,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorMeta.of(value)
     if isinstance(value, (tuple, list)):
-        return (
-            type(value)(map(_describe, value))
-            if type(value) in (tuple, list)
-            else tuple(map(_describe, value))
-        )
+        return (list if type(value) is list else tuple)(map(_describe, value))
     if isinstance(value, torch.SymBool):
         return bool(value)  # decided, under a condition on the symbols
     if compat.is_number(value):
@@ -178,15 +170,3 @@ def _describe(value: Any) -> Any:
     if isinstance(value, slice):
         return slice(*map(_describe, (value.start, value.stop, value.step)))
     return value
-
-
-def _is_constant(value: Any, *, numbers: bool = False) -> bool:
-    """True if a value can be a literal in the code; with `numbers`, except for changing numbers."""
-    if isinstance(value, (tuple, list)):
-        return all(_is_constant(item, numbers=numbers) for item in value)
-    if isinstance(value, Number):
-        return numbers
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        return all(_is_constant(part, numbers=numbers) for part in parts)
-    return isinstance(value, _CONSTANTS) and not isinstance(value, TensorMeta)

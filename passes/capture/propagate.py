@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,14 +26,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import (
-    Ambient,
-    Capture,
-    ParamInput,
-    constant_key,
-    function_key,
-    key_of,
-)
+from megacompile.ir.capture import Ambient, Capture, ParamInput, constant_key, function_key, key_of
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
@@ -110,14 +103,8 @@ class _Outcome:
     value: Any = None
 
 
-@dataclass(slots=True)
-class _Operation:
-    """The arguments of an operation."""
-
-    key: Hashable = None  # None: must be run
-    taken: list[Any] = field(default_factory=list)  # tensors, created or not, each once
-    metas: list[TensorMeta] = field(default_factory=list)
-    storages: list[int] = field(default_factory=list)
+# The tensors that an operation takes, created or not, each once, with their metas and storages.
+_Taken = list[tuple[Any, TensorMeta, int]]
 
 
 class Recalling(Interpreter):
@@ -154,67 +141,59 @@ class Recalling(Interpreter):
         return fx.map_arg(args, self.value_of)
 
     def run_node(self, n: fx.Node) -> Any:
-        call = self._call(n)
-        if call.key in self._known:
-            return self._recalled(n, call)
+        key, taken = self._call(n)
+        if key in self._known:
+            return self._recalled(n, taken, *self._known[key])
         value = super().run_node(n)
         if isinstance(value, _Later):  # a parameter
             self.values.of[n] = value.meta
             self.values.storages[n] = frozenset((value.storage,))
         self._note_changes(n, value)
-        if call.key is not None and self._holds(n, call):
-            outcome = self._outcome(n, value, call, ())
+        is_unchanged = not self.values.mutates[n] and all(
+            not isinstance(tensor := _now(given), _Later) and TensorMeta.of(tensor) == meta
+            for given, meta, _ in taken
+        )
+        if key is not None and is_unchanged:
+            outcome = self._outcome(n, value, taken, ())
             if outcome is not None:
-                self._known[call.key] = outcome, self.values.of[n]
+                self._known[key] = outcome, self.values.of[n]
         self._seen |= self.values.storages[n]
         return value
 
-    def _call(self, n: fx.Node) -> _Operation:
-        """The arguments of a node, and a key that is equal for equal operations."""
-        call = _Operation()
+    def _call(self, n: fx.Node) -> tuple[Hashable, _Taken]:
+        """A key that is equal for equal operations, None if the node must be run."""
+        taken: _Taken = []
         if n.op not in ("call_function", "call_method") or self._mode is None:
-            return call
+            return None, []
         try:
-            given = key_of((n.args, n.kwargs), functools.partial(self._other_key, call))
+            given = key_of((n.args, n.kwargs), functools.partial(self._other_key, taken))
         except _MustRun:
-            return _Operation()
-        if call.taken:
-            places = {storage: k for k, storage in reversed([*enumerate(call.storages)])}
-            shared = tuple(places[storage] for storage in call.storages)
-            what = n.op, function_key(n.target), given
-            call.key = (*what, tuple(call.metas), shared, self._mode, self._epoch)
-        return call
+            return None, []
+        if not taken:
+            return None, []
+        _, metas, storages = zip(*taken, strict=True)
+        what = n.op, function_key(n.target), given
+        return (*what, metas, tuple(map(storages.index, storages)), self._mode, self._epoch), taken
 
-    def _other_key(self, call: _Operation, value: Any) -> Hashable:
-        """The key of a node, a number or a tensor."""
+    def _other_key(self, taken: _Taken, value: Any) -> Hashable:
+        """The key of a node, a number or a tensor, which is its position in `taken`."""
         if isinstance(value, fx.Node):
-            return key_of(self.env[value], functools.partial(self._other_key, call))
+            return key_of(self.env[value], functools.partial(self._other_key, taken))
         if type(value) in _NUMBERS:
             return type(value), compat.expression_of(value)[1]
-        if isinstance(value, (_Later, torch.Tensor)):
-            return "tensor", self._place(value, call)
-        raise _MustRun
-
-    def _place(self, value: Any, call: _Operation) -> int:
-        """The position of a tensor among the arguments."""
-        value = _now(value)
-        for k, other in enumerate(call.taken):
-            if other is value:
-                return k
-        if isinstance(value, _Later):
-            meta, storage = value.meta, value.storage
-        else:
-            if not _is_plain(value):
-                raise _MustRun
-            meta, storage = TensorMeta.of(value), self.storage_of(value)
-            if meta.requires_grad != value.requires_grad:
-                raise _MustRun  # no key: the meta does not describe it fully
-        if storage in self._changed:
+        if not isinstance(value, (_Later, torch.Tensor)):
             raise _MustRun
-        call.taken.append(value)
-        call.metas.append(meta)
-        call.storages.append(storage)
-        return len(call.taken) - 1
+        value = _now(value)
+        for k, (other, *_) in enumerate(taken):
+            if other is value:
+                return "tensor", k
+        later = isinstance(value, _Later)
+        meta = value.meta if later else _plain(value)
+        storage = value.storage if later else self.storage_of(value)
+        if meta is None or storage in self._changed:
+            raise _MustRun
+        taken.append((value, meta, storage))
+        return "tensor", len(taken) - 1
 
     def _note_changes(self, n: fx.Node, value: Any) -> None:
         """Record the possible changes of a node that was run."""
@@ -233,39 +212,32 @@ class Recalling(Interpreter):
     def _set_mode(self) -> None:
         self._mode = None if compat.in_transform() else Ambient.current(self.capture.device)
 
-    def _holds(self, n: fx.Node, call: _Operation) -> bool:
-        """True if the arguments are unchanged."""
-        return not self.values.mutates[n] and all(
-            not isinstance(tensor, _Later) and TensorMeta.of(tensor) == meta
-            for tensor, meta in zip(map(_now, call.taken), call.metas, strict=True)
-        )
-
-    def _outcome(self, n: fx.Node, value: Any, call: _Operation, path: tuple[int, ...]) -> Any:
+    def _outcome(self, n: fx.Node, value: Any, taken: _Taken, path: tuple[int, ...]) -> Any:
         """The result of an operation for others with the same key; None if they must be run."""
+        storages = [storage for *_, storage in taken]
         if type(value) in (tuple, list):
-            items = [self._outcome(n, item, call, (*path, k)) for k, item in enumerate(value)]
+            items = [self._outcome(n, item, taken, (*path, k)) for k, item in enumerate(value)]
             found = [tensor for item in value for tensor in tensors_in(item)]
-            own = {self.storage_of(tensor) for tensor in found} - set(call.storages)
-            if None in items or len(own) != sum(map(_is_fresh, items)):
+            own = {self.storage_of(tensor) for tensor in found} - set(storages)
+            fresh = [i for i in items if isinstance(i, _Outcome) and i.meta and i.taken is None]
+            if None in items or len(own) != len(fresh):
                 return None  # or results share new memory
             return type(value)(items)
         if not isinstance(value, torch.Tensor):
             looks = _looks(n) or (value is None and path != ())
             return _Outcome(value=value) if looks and _is_data(value) else None
-        meta = TensorMeta.of(value)
-        if not _is_plain(value) or meta.requires_grad != value.requires_grad:
+        if (meta := _plain(value)) is None:
             return None
-        for k, taken in enumerate(call.taken):
-            if value is _now(taken):
+        for k, (given, *_) in enumerate(taken):
+            if value is _now(given):
                 return _Outcome(taken=k) if not path else None
         storage = self.storage_of(value)
-        if storage in call.storages:
-            return _Outcome(meta, call.storages.index(storage), path)
+        if storage in storages:
+            return _Outcome(meta, storages.index(storage), path)
         return None if storage in self._seen else _Outcome(meta)
 
-    def _recalled(self, n: fx.Node, call: _Operation) -> Any:
-        """The recalled result of a node."""
-        outcome, self.values.of[n] = self._known[call.key]
+    def _recalled(self, n: fx.Node, given: _Taken, outcome: Any, description: Any) -> Any:
+        self.values.of[n] = description
         grad_enabled, storages = torch.is_grad_enabled(), set[int]()
 
         @functools.cache
@@ -273,35 +245,33 @@ class Recalling(Interpreter):
             with torch.set_grad_enabled(grad_enabled):
                 return fx.Interpreter.run_node(self, n)
 
-        value = self._result(outcome, call, run_once, storages)
-        if isinstance(outcome, _Outcome) and outcome.meta is None and outcome.taken is not None:
-            for source in n.all_input_nodes:
-                if _now(self.env[source]) is call.taken[outcome.taken]:
-                    self.values.same_as[n] = source
+        def result(outcome: Any) -> Any:
+            if not isinstance(outcome, _Outcome):
+                return type(outcome)(map(result, outcome))
+            meta, taken = outcome.meta, outcome.taken
+            if taken is None:
+                if meta is None:
+                    return outcome.value
+                self._fresh += 1
+                storages.add(-self._fresh)
+                return _Later(meta, -self._fresh, functools.partial(_new, meta))
+            value, _, storage = given[taken]
+            storages.add(storage)
+            if meta is None:
+                return value
+            self._viewed.add(storage)
+            path = outcome.path
+            return _Later(
+                meta, storage, lambda: functools.reduce(operator.getitem, path, run_once())
+            )
+
+        value = result(outcome)
+        for source in n.all_input_nodes if isinstance(value, (_Later, torch.Tensor)) else ():
+            if _now(self.env[source]) is value:  # the argument itself
+                self.values.same_as[n] = source
         self.values.storages[n] = frozenset(storages)
         self.values.mutates[n] = frozenset()
         return value
-
-    def _result(
-        self, outcome: Any, call: _Operation, run: Callable[[], Any], storages: set[int]
-    ) -> Any:
-        if not isinstance(outcome, _Outcome):
-            return type(outcome)(self._result(item, call, run, storages) for item in outcome)
-        meta, taken = outcome.meta, outcome.taken
-        if taken is None:
-            if meta is None:
-                return outcome.value
-            self._fresh += 1
-            storages.add(-self._fresh)
-            return _Later(meta, -self._fresh, functools.partial(_new, meta))
-        storage = call.storages[taken]
-        storages.add(storage)
-        if meta is None:
-            return call.taken[taken]
-        self._viewed.add(storage)
-        return _Later(
-            meta, storage, lambda: functools.reduce(operator.getitem, outcome.path, run())
-        )
 
     def _made(self, value: Any) -> Any:
         """A value with all its tensors created."""
@@ -319,10 +289,6 @@ class Recalling(Interpreter):
         return value.made
 
 
-def _is_fresh(outcome: Any) -> bool:
-    return isinstance(outcome, _Outcome) and outcome.meta is not None and outcome.taken is None
-
-
 def _new(meta: TensorMeta) -> torch.Tensor:
     """A computed tensor: not a leaf if it requires grad."""
     with torch.enable_grad():
@@ -333,15 +299,17 @@ def _new(meta: TensorMeta) -> torch.Tensor:
     return tensor
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if a tensor is fully described by its meta."""
-    return (
+def _plain(tensor: torch.Tensor) -> TensorMeta | None:
+    """The meta of a tensor that is fully described by it; None for others."""
+    plain = (
         tensor.layout is torch.strided
         and not tensor.is_complex()
         and not tensor.is_quantized
         and not is_wrapper(tensor)
         and not compat.has_known_data(tensor)
     )
+    meta = TensorMeta.of(tensor) if plain else None
+    return meta if meta is not None and meta.requires_grad == tensor.requires_grad else None
 
 
 def _is_data(value: Any) -> bool:
