@@ -18,9 +18,8 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import ArgRef, Code, ParamRef, Stage, Template
+from megacompile.ir.stages import ArgRef, Code, Stage
 from megacompile.ir.values import tangent_of
 from megacompile.passes.edit import add_item, last_item, needed_for, saved_value, set_saved_values
 
@@ -135,9 +134,7 @@ def forget_saved_tensors(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]
 
 
 def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
-    results = stage.result_count
-    by_index = dict(ops.items(call))
-    return [by_index[k] for k in sorted(by_index) if k >= results]
+    return [item for k, item in sorted(ops.items(call)) if k >= stage.result_count]
 
 
 def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
@@ -148,7 +145,6 @@ def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list
 
 
 def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
-    """Add a stage's backward; `call` is its forward."""
     template, graph = stage.traced, made.graph
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
@@ -169,19 +165,13 @@ def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
     )
     sources = [args[ref.index] for ref in stage.arg_refs(template.gradients)]
     metas = [n.meta.get("value") for n in sources]
-    given = (_group_meta(stage, template, b) for b in buckets)
-    node.meta["value"] = (*metas, *given)
+    places = list(zip(template.gradients, stage.gradient_places, strict=True))
+    for bucket in buckets:  # the metas of its parameters that get a gradient here
+        mine = [i for i, place in places if place is not None and place[0] == bucket.key]
+        metas.append(tuple(template.primals[i] for i in mine))
+    node.meta["value"] = tuple(metas)
     for k, source in enumerate(sources):
         made.gradients[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
     for k, bucket in enumerate(buckets, start=len(sources)):
         name = f"g{bucket.suffix}_{stage.index}"
         made.of_bucket[bucket.key] = add_item(graph, node, k, name)
-
-
-def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, ...]:
-    """The metas of the bucket's parameters that get a gradient here."""
-    position = stage.buckets.index(bucket)
-    refs = [(i, stage.primals[i]) for i in template.gradients]
-    return tuple(
-        template.primals[i] for i, r in refs if isinstance(r, ParamRef) and r.bucket == position
-    )

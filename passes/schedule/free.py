@@ -4,10 +4,10 @@
 
 Memory comes from the compute stream's allocator, so a value that a copy on another stream reads is
 freed only after that copy: `free(value, after=copy)` makes the compute stream wait for it. To avoid
-a stall, such a free is placed after `delay` further backwards (in a forward: forwards), or
-`plan.state_delay` for new optimizer states and `plan.saved_delay` for saved tensors on the host. If
-fewer computes are left, the free of states, and of gradients that the update takes, is deferred to
-the next forward (`defer_free`, `insert_drain`).
+a stall, such a free is placed after the next backward (in a forward: forward), after
+`plan.state_delay` ones for new optimizer states and `plan.saved_delay` for saved tensors on the
+host. If fewer computes are left, the free of states, and of gradients that the update takes, is
+deferred to the next forward (`defer_free`, `insert_drain`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megacompile.ir.values import outliving, owns, producer, reads, taken
 from megacompile.passes.edit import last_item
 
 
-def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
+def insert_free(schedule: Schedule) -> Schedule:
     """Free every value that owns device memory."""
     new = schedule.copy()
     for name, graph in new.graphs.items():
         copied = _still_copied(new) if name == "update" else {}
-        _insert(graph, delay, new.plan, copied, owns_inputs=name != "forward")
+        _insert(graph, new.plan, copied, owns_inputs=name != "forward")
     return new
 
 
@@ -52,7 +52,6 @@ def _still_copied(schedule: Schedule) -> dict[str, list[fx.Node]]:
 
 def _insert(
     graph: fx.Graph,
-    delay: int,
     plan: Plan,
     copied: Mapping[str, list[fx.Node]],
     *,
@@ -85,7 +84,7 @@ def _insert(
                 last = len(nodes) - 2
             else:
                 saved = any(ops.effects(u).gives is Value.SAVED_ON_HOST for u in waits)
-                so_many = plan.state_delay if state else plan.saved_delay if saved else delay
+                so_many = plan.state_delay if state else plan.saved_delay if saved else 1
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
     # a free names the values that it waits for, so these are freed after it

@@ -8,7 +8,7 @@ ops (`megacompile.runtime.updates.staging`), and the holder of one never waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,8 +19,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.edges import take
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stream import Stream
-from megacompile.ir.tensors import TensorMeta, tensors_bytes
+from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import body_of, copied, set_saved_values, trained_bytes, wait_for
 from megacompile.text import format_bytes, numbered
 
@@ -38,24 +37,11 @@ def _places(graph: fx.Graph, uses: Sequence[fx.Node], ahead: int) -> list[fx.Nod
     return [uses[k - ahead] if k >= ahead else body for k in range(len(uses))]
 
 
-def _reason(what: str, read: int, written: int, sets: int, largest: int) -> str:
-    """A plan's reason; sizes are bytes of a step, and of the largest of `sets` buffers."""
-    return (
-        f"{what} are on a disk: each step reads {format_bytes(read)} there and writes "
-        f"{format_bytes(written)}, through {sets} sets of buffers ({format_bytes(sets * largest)} "
-        "of host memory)"
-    )
-
-
-# Optimizer states.
-
-
 def insert_disk(
     schedule: Schedule,
     *,
     state_bytes: Callable[[int], float],
     set_bytes: Callable[[Bucket, Sequence[int]], int] | None = None,
-    ahead: int = AHEAD,
 ) -> Schedule:
     """Read and write the optimizer states of the buckets in `plan.on_disk`.
 
@@ -67,7 +53,7 @@ def insert_disk(
 
     `state_bytes` maps the bytes of a streamed element to those of its states, for the cost model;
     `set_bytes` returns those of a buffer for all states of a bucket's trained parameters. A read is
-    inserted `ahead` uses before its own.
+    inserted `AHEAD` uses before its own.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
@@ -75,15 +61,14 @@ def insert_disk(
     if not keys:
         return schedule
     new = schedule.copy()
-    for name in ("backward", "update"):
-        if name in new.graphs:
-            _insert_states(new, new.graphs[name], name, state_bytes, ahead)
+    for name in new.graphs:
+        if name != "forward":
+            _insert_states(new, name, state_bytes)
     in_use = max(states_in_use(graph, keys) for graph in new.graphs.values())
     sets = min(len(keys), max(STATE_SETS, 1 + in_use))
     stored = [bucket for bucket in new.buckets if bucket.key in keys]
-    sizes = [trained_bytes(new, bucket, state_bytes).size_bytes for bucket in stored]
-    what = f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets"
-    reason = _reason(what, sum(sizes), sum(sizes), sets, max(sizes))
+    many = f"{len(keys)} of {len(streamed)} streamed buckets"
+    reason = f"the optimizer states of {many} are on a disk"
     largest = 0
     if set_bytes is not None:
         largest = max(set_bytes(bucket, trained[bucket.key]) for bucket in stored)
@@ -100,44 +85,34 @@ def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
     issued yet."""
     used: set[int] = set()
     most = 0
-    for node in ops.nodes_that(
-        graph, lambda op: op.stored is None and Part.STATES in (*op.reads, *op.writes)
-    ):
-        key = ops.bucket_of(node).key
-        if key not in keys:
-            continue
-        used.add(key)
+    for node in _touching(graph, keys, Part.STATES):
+        used.add(ops.bucket_of(node).key)
         most = max(most, len(used))
         if Part.STATES in ops.effects(node).writes:
-            used.discard(key)
+            used.discard(ops.bucket_of(node).key)
     return most
 
 
-def _insert_states(
-    schedule: Schedule,
-    graph: fx.Graph,
-    name: str,
-    state_bytes: Callable[[int], float],
-    ahead: int,
-) -> None:
-    touching = [
-        node
-        for node in ops.nodes_that(graph, lambda op: Part.STATES in (*op.reads, *op.writes))
-        if ops.bucket_of(node).key in schedule.plan.on_disk
-    ]
+def _touching(graph: fx.Graph, keys: Collection[int], part: Part) -> list[fx.Node]:
+    """The ops that use this part of these buckets, except reads and writes of a disk."""
+    nodes = ops.nodes_that(graph, lambda op: not op.on_disk and part in (*op.reads, *op.writes))
+    return [node for node in nodes if ops.bucket_of(node).key in keys]
+
+
+def _insert_states(schedule: Schedule, name: str, state_bytes: Callable[[int], float]) -> None:
+    graph = schedule.graphs[name]
+    touching = _touching(graph, schedule.plan.on_disk, Part.STATES)
     readers = [node for node in touching if Part.STATES in ops.effects(node).reads]
-    writers = [node for node in touching if Part.STATES in ops.effects(node).writes]
-    places = _places(graph, list(map(_first_of, readers)), ahead)
+    places = _places(graph, list(map(_first_of, readers)), AHEAD)
     for reader, place in zip(readers, places, strict=True):
         bucket = ops.bucket_of(reader)
         after = (take(graph, bucket, Part.STATES),) if name == "update" else None
-        with graph.inserting_before(place):
-            read = ops.call(graph, ops.read_state, bucket, name=f"rs{bucket.suffix}", after=after)
-        wait_for(reader, read)
+        read = _insert_read(ops.read_state, reader, place, f"rs{bucket.suffix}", after)
         read.meta["value"] = trained_bytes(schedule, bucket, state_bytes)
-    for writer in writers:
-        write = _insert_write(graph, ops.write_state, writer, "ws")
-        write.meta["value"] = trained_bytes(schedule, ops.bucket_of(writer), state_bytes)
+    for node in touching:
+        if Part.STATES in ops.effects(node).writes:
+            write = _insert_write(ops.write_state, node, "ws")
+            write.meta["value"] = trained_bytes(schedule, ops.bucket_of(node), state_bytes)
 
 
 def _first_of(use: fx.Node) -> fx.Node:
@@ -149,16 +124,24 @@ def _first_of(use: fx.Node) -> fx.Node:
 _BUFFERS = (ops.Value.STATE_BUFFER, ops.Value.SAVED_BUFFER)
 
 
-def _insert_write(
-    graph: fx.Graph, op: Callable[..., object], writer: fx.Node, prefix: str
+def _insert_read(
+    op: Callable[..., object],
+    use: fx.Node,
+    place: fx.Node,
+    name: str,
+    after: tuple[fx.Node, ...] | None,
 ) -> fx.Node:
-    """Insert a write of `writer`'s result directly after it."""
-    bucket = ops.bucket_of(writer)
+    """Insert a read for `use`, which waits for it, before `place`."""
+    with use.graph.inserting_before(place):
+        read = ops.call(use.graph, op, ops.bucket_of(use), name=name, after=after)
+    wait_for(use, read)
+    return read
+
+
+def _insert_write(op: Callable[..., object], writer: fx.Node, prefix: str) -> fx.Node:
+    graph, bucket = writer.graph, ops.bucket_of(writer)
     with graph.inserting_after(writer):
         return ops.call(graph, op, bucket, name=f"{prefix}{bucket.suffix}", after=(writer,))
-
-
-# Saved tensors.
 
 
 def insert_disk_saved(schedule: Schedule) -> Schedule:
@@ -183,9 +166,8 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
         return new
     _read_saved(graph, names)
     new = set_saved_values(new, [names.get(name, name) for name in new.saved_values])
-    sizes = [tensors_bytes(n.meta.get("value")) for n in ops.nodes_of(new.forward, ops.write_saved)]
-    what, total = f"saved tensors of {numbered('stage', 0, max(stages))}", sum(sizes)
-    reasons = (*new.plan.reasons, _reason(what, total, total, 2 * SAVED_SETS, max(sizes)))
+    reason = f"saved tensors of {numbered('stage', 0, max(stages))} are on a disk"
+    reasons = (*new.plan.reasons, reason)
     return replace(new, plan=replace(new.plan, saved_sets=SAVED_SETS, reasons=reasons))
 
 
@@ -227,11 +209,8 @@ def _read_saved(graph: fx.Graph, names: dict[str, str]) -> None:
         graph.erase_node(on_host)
 
 
-# Parameters.
-
-
-def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
-    """Read and write the parameters of the buckets in `plan.weights_on_disk`, `ahead` prefetches or
+def insert_disk_weights(schedule: Schedule) -> Schedule:
+    """Read and write the parameters of the buckets in `plan.weights_on_disk`, `AHEAD` prefetches or
     updates early.
 
         before: 1PREFETCH 0F 2PREFETCH 1F
@@ -250,63 +229,34 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
     if not schedule.plan.weights_on_disk:
         return schedule
     new = schedule.copy()
-    changed: set[int] = set()
+    changed = False
     for name, graph in new.graphs.items():
-        _insert_reads(new, graph, ahead)
-        changed |= _insert_writes(new, graph)
-        if name == "update":
-            _insert_reads_of_updates(new, graph, ahead)
+        touching = _touching(graph, new.plan.weights_on_disk, Part.WEIGHTS)
+        fetches = [node for node in touching if ops.effects(node).fills_slot]
+        first: dict[int, fx.Node] = {}  # read of a bucket; it waits for the last write
+        for fetch, place in zip(fetches, _places(graph, fetches, AHEAD), strict=True):
+            key = ops.bucket_of(fetch).key
+            after = (first[key],) if key in first else None
+            read = _insert_read(ops.read_weights, fetch, place, f"r{fetch.name}", after)
+            first.setdefault(key, read)
+        writers = [node for node in touching if Part.WEIGHTS in ops.effects(node).writes]
+        for writer in writers:
+            write = _insert_write(ops.write_weights, writer, "ww")
+            write.meta["value"] = _changed_bytes(new, ops.bucket_of(writer))
+            changed = True
+        updates = [n for n in writers if Part.WEIGHTS in ops.effects(n).reads]  # on the host
+        for k, update in enumerate(updates if name == "update" else ()):
+            bucket, place = ops.bucket_of(update), updates[max(0, k - AHEAD)]
+            after = (take(graph, bucket, Part.WEIGHTS),)
+            read = _insert_read(ops.read_trained, update, place, f"rt{bucket.suffix}", after)
+            read.meta["value"] = _changed_bytes(new, bucket)
     on_host = new.update is not None or bool(new.rest)
     new_sets = (NEW_SETS if on_host else LANDING_SETS) if changed else 0
     plan = replace(new.plan, weight_sets=WEIGHT_SETS, new_weight_sets=new_sets)
-    plan = replace(plan, reasons=(*plan.reasons, _weights_reason(new, plan.weight_sets + new_sets)))
-    return replace(new, plan=plan)
-
-
-def _insert_reads(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
-    fetches = [
-        node
-        for node in ops.nodes_that(graph, lambda op: op.fills_slot)
-        if ops.bucket_of(node).key in schedule.plan.weights_on_disk
-    ]
-    first: dict[int, fx.Node] = {}  # read of a bucket in this graph; it waits for the last write
-    for fetch, place in zip(fetches, _places(graph, fetches, ahead), strict=True):
-        bucket = ops.bucket_of(fetch)
-        after = (first[bucket.key],) if bucket.key in first else None
-        name = f"r{fetch.name}"
-        with graph.inserting_before(place):
-            read = ops.call(graph, ops.read_weights, bucket, name=name, after=after)
-        first.setdefault(bucket.key, read)
-        wait_for(fetch, read)
-
-
-def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
-    writers = _writers(schedule, graph)
-    updates = [node for node in writers if Part.WEIGHTS in ops.effects(node).reads]  # on the host
-    for k, update in enumerate(updates):
-        bucket = ops.bucket_of(update)
-        after = (take(graph, bucket, Part.WEIGHTS),)
-        with graph.inserting_before(updates[max(0, k - ahead)]):
-            read = ops.call(graph, ops.read_trained, bucket, name=f"rt{bucket.suffix}", after=after)
-        read.meta["value"] = _changed_bytes(schedule, bucket)
-        wait_for(update, read)
-
-
-def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
-    """Insert writes; returns the keys of the written buckets."""
-    writers = list(_writers(schedule, graph))
-    for writer in writers:
-        write = _insert_write(graph, ops.write_weights, writer, "ww")
-        write.meta["value"] = _changed_bytes(schedule, ops.bucket_of(writer))
-    return {ops.bucket_of(writer).key for writer in writers}
-
-
-def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:
-    """The ops that change parameters on a disk."""
-    for node in ops.nodes_that(graph, lambda op: Part.WEIGHTS in op.writes):
-        on_disk = ops.bucket_of(node).key in schedule.plan.weights_on_disk
-        if on_disk and ops.stream_of(node) is not Stream.WRITE:
-            yield node
+    buckets = [b for b in new.buckets if b.key in plan.weights_on_disk]
+    size = format_bytes(sum(bucket.size_bytes for bucket in buckets))
+    reason = f"the parameters of {len(buckets)} buckets ({size}) are on a disk"
+    return replace(new, plan=replace(plan, reasons=(*plan.reasons, reason)))
 
 
 def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:
@@ -314,15 +264,3 @@ def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:
     trained = schedule.gradient_params[bucket.key]
     size = sum(bucket.params[i].size_bytes for i in trained)
     return TensorMeta((size,), torch.uint8, (1,))
-
-
-def _weights_reason(schedule: Schedule, sets: int) -> str:
-    buckets = [b for b in schedule.buckets if b.key in schedule.plan.weights_on_disk]
-    sizes = [bucket.size_bytes for bucket in buckets]
-    nodes = [node for graph in schedule.graphs.values() for node in ops.nodes_of(graph)]
-    read, written = (
-        sum(ops.stored_bytes(node) for node in nodes if node.target in targets)
-        for targets in ((ops.read_weights, ops.read_trained), (ops.write_weights,))
-    )
-    what = f"the parameters of {len(buckets)} buckets ({format_bytes(sum(sizes))})"
-    return _reason(what, read, written, sets, max(sizes))

@@ -15,7 +15,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.edges import Place, add, tokens_of, written
-from megacompile.ir.ops import Op, Part
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.passes.edit import body_of
@@ -39,17 +39,14 @@ def _wait(graph: fx.Graph) -> None:
         bucket = ops.bucket_of(node)
         op = ops.effects(node)
         for part in op.reads:
-            if (bucket.key, part) in touched or _in_order(op, part):
+            # the compute stream is in order after the last write of a resident bucket
+            in_order = op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
+            if (bucket.key, part) in touched or in_order:
                 continue
             token = tokens.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())
             compat.set_kwargs(node, {**node.kwargs, "after": (token, *after)})  # type: ignore[misc]
         touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
-
-
-def _in_order(op: Op, part: Part) -> bool:
-    """True if stream order puts an op after the last write of a resident bucket's part."""
-    return op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
 
 
 def _return(graph: fx.Graph) -> None:

@@ -136,9 +136,6 @@ def _trained_numel(schedule: Schedule, places: Places) -> dict[int, int]:
     }
 
 
-# The reasons of a plan.
-
-
 def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> Iterator[str]:
     """The stages that run in tiles, and why others do not."""
     if tiles == 1:

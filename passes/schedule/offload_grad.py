@@ -101,7 +101,11 @@ def insert_norms(schedule: Schedule) -> Schedule:
     for node in ops.nodes_of(graph, ops.offload_grad, ops.offload_state, ops.update_in_place):
         bucket, value = ops.arguments(node)[:2]
         stays = node.target is ops.offload_grad and bucket.key in new.plan.resident
-        if stays or not _have_norms(bucket):
+        # an L2 norm and a maximum in float32, as in torch
+        if stays or not all(
+            param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4
+            for param in bucket.params
+        ):
             continue
         before, gradients = node, value
         if node.target is ops.offload_state:
@@ -112,11 +116,3 @@ def insert_norms(schedule: Schedule) -> Schedule:
             norms = ops.call(graph, ops.norm_grad, *call, name=f"n{bucket.suffix}")
         compat.set_args(node, (bucket, value, norms))
     return new
-
-
-def _have_norms(bucket: Bucket) -> bool:
-    """True if all its gradients have an L2 norm and a maximum in float32, as in torch."""
-    return all(
-        param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4
-        for param in bucket.params
-    )

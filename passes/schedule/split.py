@@ -22,11 +22,7 @@ from megacompile.passes.edit import with_stages
 from megacompile.passes.schedule.differentiate import differentiate, forget_saved_tensors
 from megacompile.passes.stages.joint import BackwardInputs, split
 from megacompile.passes.stages.numbers import numbers_of
-from megacompile.passes.stages.templates import (
-    TemplateCache,
-    next_index,
-    planned_for,
-)
+from megacompile.passes.stages.templates import TemplateCache, next_index, planned_for
 
 Bundles = tuple[tuple[int, ...], ...]  # indices of a template's saved tensors, in order
 _SELECTIVE = 0.5  # of saved tensors; on a 7B layer, 4 % more time for half of the memory
@@ -40,7 +36,12 @@ def split_stages(
 ) -> Schedule:
     """Split the stages that the plan keeps in half or runs in tiles. For a draft, `bundles` returns
     the saved tensors of a template that become one value (see `bundles_of`)."""
-    plan, templates = schedule.plan, _templates(schedule, cache)
+    plan, templates = schedule.plan, []
+    for stage, row in zip(schedule.stages, plan.stages, strict=True):
+        halved = row.saved is SavedPart.HALF and stage.traced.has_backward
+        fraction = _SELECTIVE if row.saved is SavedPart.HALF else 1.0
+        again = row.tiles > 1 or halved
+        templates.append(_template_of(stage, fraction, row.tiles, cache) if again else stage.traced)
     together: dict[Template, Bundles] = {}
     if bundles is not None and schedule.backward is not None:
         together = {template: bundles(template) for template in set(templates)}
@@ -73,19 +74,6 @@ def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> fro
     return frozenset(
         stage.index for stage in known if _template_of(stage, 1.0, tiles, cache).tiles > 1
     )
-
-
-def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
-    """Each stage's template according to the plan."""
-    found = []
-    for stage, row in zip(schedule.stages, schedule.plan.stages, strict=True):
-        halved = row.saved is SavedPart.HALF and stage.traced.has_backward
-        if row.tiles == 1 and not halved:
-            found.append(stage.traced)
-            continue
-        fraction = _SELECTIVE if row.saved is SavedPart.HALF else 1.0
-        found.append(_template_of(stage, fraction, row.tiles, cache))
-    return found
 
 
 def _template_of(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
@@ -127,9 +115,6 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     return new.fresh()  # a new graph, in which the erased names are free
 
 
-# Bundles of saved tensors, in drafts.
-
-
 def bundles_of(template: Template, *, fused: bool) -> Bundles:
     """Group the saved tensors of a template into bundles; () if every tensor stays separate.
 
@@ -142,22 +127,13 @@ def bundles_of(template: Template, *, fused: bool) -> Bundles:
     """
     apart = set(range(len(template.saved)))
     for code in (Code.FORWARD_SAVING, Code.RECOMPUTE):
-        apart &= _with_own_memory(template, code, fused)
+        returned = analysis_of(template, code, fused=fused).returned
+        places = [-1 if each is None else each.memory for each in returned]  # < 0: of an input
+        first = len(places) - len(template.saved)
+        apart &= {i for i in apart if places[first + i] >= 0}
+        apart -= {i for i in apart if places[first + i] in places[:first]}
     if len(apart) < 2:
         return ()
     bundle = tuple(sorted(apart))
     others = [(i,) for i in range(len(template.saved)) if i not in apart]
     return tuple(sorted([bundle, *others]))
-
-
-def _with_own_memory(template: Template, code: Code, fused: bool) -> set[int]:
-    """Indices of the saved tensors that share no memory with the code's inputs or other outputs."""
-    returned = analysis_of(template, code, fused=fused).returned
-    first = len(returned) - len(template.saved)
-    places = [None if each is None else each.memory for each in returned]
-    others = set(places[:first])
-    return {
-        i
-        for i, memory in enumerate(places[first:])
-        if memory is not None and memory >= 0 and memory not in others
-    }

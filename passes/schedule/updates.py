@@ -1,4 +1,4 @@
-"""Updates buckets on the device, in `optimizer.step()` or in the backward.
+"""Updates of buckets, in `optimizer.step()` or in the backward.
 
     before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD
     (forward: 0F 1F 2F)               (forward: 0F 1F DRAIN 2F)
@@ -6,9 +6,8 @@
 The host may need longer for its updates than the next forward takes, while its memory and the h2d
 stream are mostly idle during the backward. So `insert_device_update` fetches parameters and states
 of the buckets that the next forward reads first, and the backward leaves them with their gradients
-(`schedule.left`) for the update (see `update_graph`). The gradients are still offloaded, so that
-`p.grad` is complete. The fetches begin after the backward's first stage, the head, when the logits
-have been freed.
+(`schedule.left`) for the update. The gradients are still offloaded, so that `p.grad` is complete.
+The fetches begin after the backward's first stage, the head, when the logits have been freed.
 
     before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
@@ -23,11 +22,21 @@ prefetch would be a gather, which ranks where the bucket is resident would not j
 New values stay on the device during the next forward until they have reached the host: the frees of
 the last ones are deferred to a drain (see `insert_drain`). It is before the forward's last stage if
 the plan defers several frees (`plan.state_delay` above 1).
+
+`insert_update_graph` writes the graph of `optimizer.step()`: each bucket that gets gradients is
+updated once.
+
+    before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
+
+Buckets are updated in the order in which the next forward reads them. Threads update those in host
+memory (`update_host`), and the device helps unless they wait for a disk (`help_host`). The compute
+stream updates resident buckets, and those that the backward left on the device (`schedule.left`),
+whose new values then go to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -35,10 +44,16 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.edges import add
+from megacompile.ir.ops import Part
+from megacompile.ir.plan import Places, Plan, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import copied, last_item, trained_bytes
+from megacompile.ir.values import left_of
+from megacompile.passes.edit import body_of, copied, last_item, trained_bytes
 from megacompile.passes.schedule.free import insert_drain
+from megacompile.passes.schedule.insert_disk import insert_disk, insert_disk_weights
+from megacompile.passes.schedule.insert_tokens import insert_tokens
 from megacompile.passes.schedule.offload_grad import add_so_far, last_gradients
 from megacompile.passes.schedule.prefetch import buckets_read, last_readers, uses
 
@@ -139,3 +154,65 @@ def insert_updates(
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
+
+
+def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
+    """Add an update graph if the backward has gradients of parameters; with `helps` the device
+    helps the host."""
+    trained = schedule.gradient_params if schedule.backward is not None else {}
+    left = left_of(schedule)
+    rest = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
+    graph = _update_of(rest, schedule.plan.places, helps=helps)
+    for bucket in [bucket for bucket in schedule.buckets if bucket.key in left]:  # on the device
+        taken = []
+        with graph.inserting_before(body_of(graph)):
+            for value in left[bucket.key]:
+                node = graph.create_node("placeholder", value.name, name=value.name)
+                node.meta["value"] = value.meta.get("value")
+                taken.append(node)
+        with graph.inserting_before(graph.output_node()):
+            name = f"new{bucket.suffix}"
+            updated = ops.call(graph, ops.update, bucket, None, *taken, name=name)
+            ops.call(graph, ops.offload_state, bucket, updated, name=f"so{bucket.suffix}")
+        updated.meta["value"] = taken[1].meta["value"]
+    return replace(schedule, update=graph) if trained else schedule
+
+
+def _update_of(buckets: Sequence[Bucket], places: Places, *, helps: bool) -> fx.Graph:
+    """The graph that updates buckets in their places; no help with those on a disk."""
+    graph = fx.Graph()
+    graph.output(((),))
+    made: list[fx.Node] = []
+    first = graph.output_node()
+    for k, bucket in enumerate(buckets):
+        op = ops.update_resident if bucket.key in places.resident else ops.update_host
+        gradients = add(graph, bucket, Part.GRADIENTS, first)
+        with graph.inserting_before(graph.output_node()):
+            name = f"u{bucket.suffix}"
+            done = ops.call(graph, op, bucket, name=name, after=(gradients,))
+        first = first if k else done
+        if op is ops.update_host and Tier.DISK not in places[bucket.key]:
+            made.append(done)
+    if helps and made:
+        with graph.inserting_before(graph.output_node()):
+            ops.call(graph, ops.help_host, tuple(made))
+    return graph
+
+
+def rest_of(
+    buckets: Sequence[Bucket],
+    places: Places,
+    *,
+    helps: bool,
+    state_bytes: Callable[[int], float] = float,
+) -> Schedule:
+    """A schedule with only an update, for buckets that no other schedule updates. `state_bytes`
+    maps the bytes of a streamed element to those of its states."""
+    forward = fx.Graph()
+    forward.output(((), ()))
+    plan = Plan(places.only({bucket.key for bucket in buckets}))
+    update = _update_of(buckets, places, helps=helps)
+    name, rest = "the rest of a step", tuple(buckets)
+    schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)
+    schedule = insert_disk(schedule, state_bytes=state_bytes)
+    return insert_tokens(insert_disk_weights(schedule))
