@@ -18,6 +18,11 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import Number, TensorMeta
 
+# Operators whose results have the values of their input.
+SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
+SAME_VALUES |= {"slice", "select", "alias", "detach", "_unsafe_view", "clone", "_to_copy"}
+SAME_VALUES |= {"convert_element_type"}
+
 SYMBOLIC = "megacompile.symbolic"  # in a traced node's meta: its value with symbols
 
 
@@ -31,11 +36,8 @@ class NotComputedError(Exception):
 
 
 def computed(node: fx.Node) -> Any:
-    """The value of a traced node, recomputed from the fake values of its arguments.
-
-    Raises:
-        NotComputedError: an argument has no value, or the operator rejects it.
-    """
+    """The value of a traced node, recomputed from the fake values of its arguments. Raises
+    NotComputedError if an argument has no value, or the operator rejects it."""
     assert callable(node.target)
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

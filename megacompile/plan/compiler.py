@@ -18,7 +18,7 @@ from megacompile.ir.plan import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import Values
 from megacompile.options import Lowering, Options
-from megacompile.passes.schedule.update_graph import rest_of
+from megacompile.passes.schedule.updates import rest_of
 from megacompile.passes.stages.numbers import resize
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget

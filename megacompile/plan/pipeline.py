@@ -28,13 +28,11 @@ from megacompile.passes.capture.calls import (
     inline_checkpoints,
     take_grouped_products,
     take_numbers,
+    unpack,
     widen_losses,
 )
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
-from megacompile.passes.capture.inputs import unpack
-from megacompile.passes.schedule.assign_slots import assign_slots
-from megacompile.passes.schedule.device_update import insert_device_update, insert_updates
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.insert_collectives import (
@@ -51,19 +49,26 @@ from megacompile.passes.schedule.insert_disk import (
 from megacompile.passes.schedule.insert_tokens import insert_tokens
 from megacompile.passes.schedule.make_plan import make_plan
 from megacompile.passes.schedule.offload_grad import insert_norms, offload_gradients
-from megacompile.passes.schedule.offload_saved import offload_saved_tensors
-from megacompile.passes.schedule.prefetch import insert_prefetch
-from megacompile.passes.schedule.recompute import insert_recompute, insert_reruns
+from megacompile.passes.schedule.prefetch import assign_slots, insert_prefetch
+from megacompile.passes.schedule.saved_values import (
+    insert_recompute,
+    insert_reruns,
+    offload_saved_tensors,
+)
 from megacompile.passes.schedule.split import (
     bundles_of,
     split_stages,
     stages_in_tiles,
 )
-from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.updates import (
+    insert_device_update,
+    insert_update_graph,
+    insert_updates,
+)
 from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
+from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
-from megacompile.passes.stages.zeros import settle_strides
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
 

@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.head import narrow_heads
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
-from megacompile.ir.tensors import Symbols, TensorMeta, Values
+from megacompile.ir.tensors import Symbols, TensorMeta
 from megacompile.ir.tiles import pieces_of
-from megacompile.passes.edit import extracted, needed_for
+from megacompile.passes.edit import SAME_VALUES, extracted, needed_for
 from megacompile.passes.stages.numbers import (
     floats_as_tensors,
     numbers_of,
@@ -38,10 +37,6 @@ from megacompile.passes.stages.numbers import (
 )
 from megacompile.passes.stages.tile import tile
 from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
-
-_VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
-_VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
-_VIEWS |= {"clone"}  # of a non-contiguous view
 
 _LEAST = 1e-6  # a saved_fraction of 0 would save only the inputs, despite the marks
 
@@ -74,15 +69,13 @@ def split(
     """The template of a traced stage.
 
     Args:
-        joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients); not
-            changed.
+        joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients).
         gradients: the primals with gradients in the joint graph's results.
         saved_fraction: the share of saved tensors, from 0 (inputs and random numbers) to 1 (the
             fastest forward and backward). A stage that draws random numbers uses 1 if the
             partitioner would draw them again.
-        tiles: number of tiles of its tokenwise pieces, which recompute their values instead of
-            saving them.
-            The template has `tiles == 1` if it has no such piece.
+        tiles: of its tokenwise pieces, which recompute their values instead of saving them. The
+            template has `tiles == 1` if it has no such piece.
     """
     planned = numbers_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
@@ -90,12 +83,11 @@ def split(
     if takes.tangents:
         forward, backward = _parted(stage, joint, saved_fraction, tokens)
     saved, graphs, recompute_primals = _codes(stage, forward, backward)
-    backward_inputs: tuple[int | SavedRef, ...] = ()
-    gradient_metas: tuple[TensorMeta, ...] = ()
-    if backward is not None:
-        backward_inputs = _backward_inputs(backward, saved)
-        returned = ops.returned(backward.graph)
-        gradient_metas = tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
+    returned = () if backward is None else ops.returned(backward.graph)
+    gradient_metas = tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
+    refs = {node.name: SavedRef(i) for i, node in enumerate(saved)}
+    inputs = backward.graph.find_nodes(op="placeholder") if backward is not None else ()
+    names = [str(node.target) for node in inputs]
     if planned:
         graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
     if tokens is not None:  # codes that share a graph still share it
@@ -103,6 +95,10 @@ def split(
         cut = {graph: tile(graph, tokens, tiles, _parameters(stage)) for graph in each}
         graphs = {code: cut[graph] for code, graph in graphs.items()}
     pieces = [piece for graph in graphs.values() for _, piece in pieces_of(graph.graph)]
+    values = (node.meta.get("val") for node in joint.graph.nodes)
+    fakes = compat.fakes_in(values) if planned else None
+    changes = any(meta.symbolic for meta in takes.metas)
+    strides = tuple(m.symbolic.stride if m.symbolic else m.stride for m in takes.metas)
     return Template(
         index=index,
         primals=stage.metas,
@@ -111,7 +107,11 @@ def split(
         saved=tuple(TensorMeta.of(n.meta["val"]) for n in saved),
         tangents=takes.tangents,
         partial_gradients=takes.partial_gradients,
-        backward_inputs=backward_inputs,
+        backward_inputs=tuple(
+            refs[name] if name in refs else int(name.removeprefix("primals_")) - 1
+            for name in names
+            if name in refs or not name.startswith("tangents_")
+        ),
         gradients=gradients,
         tangent_metas=takes.metas,
         gradient_metas=gradient_metas,
@@ -121,8 +121,8 @@ def split(
         joint=joint,
         saved_fraction=saved_fraction,
         tiles=tiles if any(not piece.is_whole for piece in pieces) else 1,
-        symbols=_symbols(joint, planned),
-        tangent_strides=_tangent_strides(takes, list(planned)),
+        symbols=None if fakes is None else Symbols(planned, fakes),
+        tangent_strides=compat.as_function(strides, list(planned)) if changes else None,
         kept=frozenset() if backward is None else _kept(stage, joint, saved),
     )
 
@@ -156,8 +156,7 @@ def _root(node: fx.Node) -> fx.Node:
 def _codes(
     stage: Stage, forward: fx.GraphModule, backward: fx.GraphModule | None
 ) -> tuple[list[fx.Node], dict[Code, fx.GraphModule], tuple[int, ...]]:
-    """The values that the forward saves, the graph for each code, and the primals that a recompute
-    reads."""
+    """The values that the forward saves, the graphs, and the primals that a recompute reads."""
     results = stage.result_count
     returned = list(ops.returned(forward.graph))
     saved = [
@@ -173,22 +172,10 @@ def _codes(
     graphs |= {Code.FORWARD_SAVING: saving, Code.BACKWARD: backward}
     if random:
         return saved, graphs | {Code.RECOMPUTE: saving}, tuple(range(len(stage.primals)))
-    primals = _primals_of(forward, saved)
+    needed = needed_for(saved)
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    primals = tuple(i for i, node in enumerate(placeholders) if node in needed)
     return saved, graphs | {Code.RECOMPUTE: _extract(forward, saved, primals)}, primals
-
-
-def _symbols(joint: fx.GraphModule, planned: Values) -> Symbols | None:
-    fakes = compat.fakes_in(node.meta.get("val") for node in joint.graph.nodes)
-    return Symbols(planned, fakes) if planned and fakes is not None else None
-
-
-def _tangent_strides(
-    takes: BackwardInputs, symbols: list[sympy.Symbol]
-) -> Callable[..., tuple[tuple[int, ...], ...]] | None:
-    if not any(meta.symbolic for meta in takes.metas):
-        return None
-    strides = tuple(m.symbolic.stride if m.symbolic else m.stride for m in takes.metas)
-    return compat.as_function(strides, symbols)
 
 
 def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
@@ -214,19 +201,6 @@ def _parameters(stage: Stage) -> frozenset[str]:
     return frozenset(f"primals_{i}" for i, ref in refs if isinstance(ref, ParamRef))
 
 
-def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:
-    """Mark values computed in tiles as never saved, except those read outside of tiles."""
-    acts = find_tokenwise(joint.graph, tokens, parameters)
-    backward = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in n.name]
-    dependents: set[fx.Node] = set(backward)
-    for node in joint.graph.nodes:
-        if dependents.intersection(node.all_input_nodes):
-            dependents.add(node)
-    for node in acts.keys() - dependents:
-        if not any(user.op != "output" and user not in acts for user in node.users):
-            compat.mark_recompute(node, must=True)
-
-
 def _parted(
     stage: Stage, joint: fx.GraphModule, saved_fraction: float, tokens: Tokens | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -237,7 +211,15 @@ def _parted(
     random = _random(work)
     if tokens is not None:
         saved_fraction = 1.0
-        _compute_in_tiles(work, tokens, _parameters(stage))
+        acts = find_tokenwise(work.graph, tokens, _parameters(stage))
+        dependents: set[fx.Node] = set()  # of the backward
+        for node in work.graph.nodes:
+            is_tangent = node.op == "placeholder" and "tangents" in node.name
+            if is_tangent or dependents.intersection(node.all_input_nodes):
+                dependents.add(node)
+        for node in acts.keys() - dependents:  # never saved, unless it is read outside of tiles
+            if not any(user.op != "output" and user not in acts for user in node.users):
+                compat.mark_recompute(node, must=True)
     changed = saved_fraction < 1 or tokens is not None
     if random and changed:
         saved_fraction = max(saved_fraction, _LEAST)
@@ -245,10 +227,7 @@ def _parted(
             compat.mark_recompute(node, must=False)
     floats_as_tensors(work)
     forward, backward = compat.split_joint(
-        work,
-        outputs=stage.result_count,
-        static_primals=range(params),
-        memory_budget=saved_fraction,
+        work, outputs=stage.result_count, static_primals=range(params), memory_budget=saved_fraction
     )
     for part in (forward, backward):
         restore_floats(part)
@@ -258,19 +237,19 @@ def _parted(
 
 
 def _random(module: fx.GraphModule) -> dict[str, fx.Node]:
-    """The nodes that draw random numbers, by name."""
     return {node.name: node for node in module.graph.nodes if compat.is_random(node)}
 
 
 def _forbid_saving_parameters(joint: fx.GraphModule, stage: Stage) -> None:
     """Mark as never saved: chains of views and casts of parameters, and values computed only from
     packed parameters, which are unpacked weights."""
-    pairs = zip(joint.graph.find_nodes(op="placeholder"), stage.primals, strict=False)
-    params = {node: ref for node, ref in pairs if isinstance(ref, ParamRef)}
-    bound = set(params)
-    unpacked = {
-        n for n, ref in params.items() if stage.buckets[ref.bucket].params[ref.param].packed
-    }
+    bound: set[fx.Node] = set()
+    unpacked: set[fx.Node] = set()
+    for node, ref in zip(joint.graph.find_nodes(op="placeholder"), stage.primals, strict=False):
+        if isinstance(ref, ParamRef):
+            packed = stage.buckets[ref.bucket].params[ref.param].packed
+            (unpacked if packed else bound).add(node)
+    bound |= unpacked
     constant: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node.op == "get_attr" or node.op == "call_function" and not node.all_input_nodes:
@@ -283,15 +262,9 @@ def _forbid_saving_parameters(joint: fx.GraphModule, stage: Stage) -> None:
         if sources <= unpacked | constant and not sources <= constant:
             unpacked.add(node)
             compat.mark_recompute(node, must=True)
-        elif compat.operator_name(node.target) in _VIEWS and sources <= bound:
+        elif compat.operator_name(node.target) in SAME_VALUES and sources <= bound:
             bound.add(node)
             compat.mark_recompute(node, must=True)
-
-
-def _primals_of(module: fx.GraphModule, outputs: Iterable[Any]) -> tuple[int, ...]:
-    needed = needed_for(outputs)
-    placeholders = module.graph.find_nodes(op="placeholder")
-    return tuple(i for i, node in enumerate(placeholders) if node in needed)
 
 
 def _extract(
@@ -303,19 +276,3 @@ def _extract(
     graph = extracted(module.graph, outputs, given)
     narrow_heads(graph)
     return compat.graph_module(module, graph)
-
-
-def _backward_inputs(
-    backward: fx.GraphModule, saved: Sequence[fx.Node]
-) -> tuple[int | SavedRef, ...]:
-    refs = {node.name: SavedRef(i) for i, node in enumerate(saved)}
-    inputs: list[int | SavedRef] = []
-    for node in backward.graph.find_nodes(op="placeholder"):
-        name = str(node.target)
-        if name in refs:
-            inputs.append(refs[name])
-        elif name.startswith("primals_"):
-            inputs.append(int(name.removeprefix("primals_")) - 1)
-        else:
-            assert name.startswith("tangents_"), f"unknown backward input {name}"
-    return tuple(inputs)

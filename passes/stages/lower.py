@@ -27,7 +27,7 @@ from megacompile.ir.stages import Code, LoweredFn, Template
 from megacompile.ir.tensors import TensorMeta, dense, is_dense
 from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
 from megacompile.options import Lowering
-from megacompile.passes.stages.floats import compiled, prepared
+from megacompile.passes.stages.numbers import compiled, prepared
 
 Wanted = tuple[Template, Code]
 Progress = Callable[[Iterable[Wanted], int], Iterable[Wanted]]
@@ -46,14 +46,13 @@ def lower(
 
     With Inductor, helper processes, if there are any, compile graphs too, largest first. This
     process, which has more kernel workers than each helper, takes the largest graph, then the
-    smallest remaining ones.
-
-    Args:
-        to_come: code being compiled in the background.
-        waits: wait for all code; otherwise stages run uncompiled until helper processes have
-            compiled them.
+    smallest remaining ones. Without `waits`, stages run uncompiled until helper processes have
+    compiled them (`to_come`).
     """
-    wanted = [item for item in dict.fromkeys(_runs(schedule)) if item[1] not in item[0].code]
+    graphs = schedule.graphs.values()
+    nodes = (n for graph in graphs for n in ops.nodes_that(graph, lambda op: op.code is not None))
+    runs = dict.fromkeys((ops.arguments(n)[0].traced, ops.code_of(n)) for n in nodes)
+    wanted = [(template, code) for template, code in runs if code not in template.code]
     if lowering is Lowering.EAGER:
         for template, code in progress(wanted, len(wanted)):
             template.code[code] = _lowered(template.graphs[code], direct)
@@ -62,9 +61,9 @@ def lower(
     if to_come is None:
         to_come = CodeToCome(torch.device("cpu"))
     wanted = to_come.without(wanted, waits=waits)
-    graphs = functools.partial(_graphs, wanted[:-1])  # this process takes the largest
+    others = functools.partial(_graphs, wanted[:-1])  # this process takes the largest
     wanted = [*wanted[-1:], *wanted[:-1]]
-    with compile_pool.compiling(graphs, len(wanted), to_come.device) as take:
+    with compile_pool.compiling(others, len(wanted), to_come.device) as take:
         for template, code in progress(wanted, len(wanted)):
             template.code[code] = _compiled(template.graphs[code], take)
     return schedule
@@ -75,9 +74,6 @@ class CodeToCome:
 
     All code of a schedule is switched at once, between a backward and the next forward: a recompute
     must draw the same random numbers as its forward. Loading happens before, a few graphs per call.
-
-    Args:
-        device: the device to compile for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,9 +98,8 @@ class CodeToCome:
             must_wait = waits or (template.random and template.code)
             must_wait = must_wait or not _runs_uncompiled(template)
             (now if must_wait and not is_uncompiled else later).append((template, code))
-        jobs = (
-            compile_pool.submit(functools.partial(_graphs, later), self.device) if later else None
-        )
+        graphs = functools.partial(_graphs, later)
+        jobs = compile_pool.submit(graphs, self.device) if later else None
         if jobs is None and not any(id(t.code) in self._uncompiled for t, _ in later):
             return list(wanted)
         for template, code in later:
@@ -164,12 +159,6 @@ def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:
     return _lowered(module, _function)
 
 
-def _runs(schedule: Schedule) -> Iterable[Wanted]:
-    for graph in schedule.graphs.values():
-        for node in ops.nodes_that(graph, lambda op: op.code is not None):
-            yield ops.arguments(node)[0].traced, ops.code_of(node)
-
-
 def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """The graphs to compile for a template's graph: itself, or its tiles' graphs."""
     pieces = pieces_of(module.graph)
@@ -189,7 +178,6 @@ def _lowered(
 
 
 def _function(module: fx.GraphModule) -> Function:
-    """Compile a graph of ATen operators by Inductor."""
     if any(node.op == "call_function" for node in module.graph.nodes):
         return with_strides(compiled(module), _metas(module), settled=True)
     forward: Function = module.forward
@@ -270,9 +258,6 @@ def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
     return [TensorMeta.of(v) if isinstance(v, torch.Tensor) else None for v in values]
 
 
-# Graphs of pieces, and results with the strides that their readers were traced with.
-
-
 def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Function]) -> Function:
     """The function of a graph of pieces, which frees each value after its last use; `lower` lowers
     a tile's graph."""
@@ -335,11 +320,8 @@ def with_strides(
 
     Inductor keeps only the order of strides if a result is a view of a padded tensor, such as a
     matrix product with sizes that are not multiples of 8. A result traced as a view with gaps is
-    not changed.
-
-    Args:
-        settled: strides are the same in each call, unless sizes are symbols: results that are
-            correct in the first call are not checked again.
+    not changed. `settled`: strides are the same in each call, unless sizes are symbols, so results
+    that are correct in the first call are not checked again.
     """
     wanted = {k: meta for k, meta in enumerate(metas) if meta and is_dense(meta, meta.stride)}
     settled = settled and all(meta.symbolic is None for meta in wanted.values())

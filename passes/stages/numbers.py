@@ -7,27 +7,48 @@ The partitioner saves numbers for the backward like tensors. Numbers are cheap, 
 saved values are tensors, so the backward recomputes them from the stage's number inputs.
 
 A graph's values also get planned sizes, because the cost model reads ints.
+
+`prepared` is for floats that change from call to call: Inductor accepts only tensors and ints.
+
+    before: x, t (a float) -> h = t / 2; y = x * h
+    after:  numbers:   x, t -> h = t / 2                   in Python, before each call
+            the graph: x, h (a 0-d tensor on the host) -> y = mul_of_other(x, h)
+
+The same applies to bools (`(t > 0.5) * x`) and ints computed from floats. An operator that takes
+such a number becomes one of ours that reads the tensor: a 0-d tensor in its place would promote
+dtypes differently. An int computed from ints through a float (half of a size) is passed as an int.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import Number, TensorMeta, Values, planned_of
-from megacompile.passes.edit import SYMBOLIC, body_of, computed, put, value_of, with_stages
+from megacompile.ir.tensors import Number, TensorMeta, Values, planned_of, symbols_in
+from megacompile.passes.edit import (
+    SYMBOLIC,
+    body_of,
+    computed,
+    extracted,
+    put,
+    value_of,
+    with_stages,
+)
 
 _FLOAT = "megacompile.float"  # in a node's meta: the float that is represented by a tensor
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
 _SCATTER = torch.ops.aten.slice_scatter.default
+_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd knows less about
 
 
 def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
@@ -148,56 +169,47 @@ def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
     Aliases of a value do not count as operators.
     """
     ours, theirs = _work(symbolic.graph), _work(plain.graph)
-    mine = {node: f"%{k}" for k, node in enumerate(ours)}
-    other_names = {node: f"%{k}" for k, node in enumerate(theirs)}
-    for node, other in zip(ours, theirs, strict=False):
-        if node.op != other.op or (node.op == "call_function" and node.target != other.target):
-            return f"{node.target} replaces {other.target}"
-        if node.op == "placeholder":
-            continue
-        taken, wanted = _taken(node, mine), _taken(other, other_names)
+    for (target, taken, looks), (other, wanted, expected) in zip(ours, theirs, strict=False):
+        if target != other:
+            return f"{target} replaces {other}"
         if taken != wanted:
-            return f"{node.target} takes {taken} with symbols, {wanted} without"
-        if _looks(node.meta.get("val")) != _looks(other.meta.get("val")):
-            return f"{node.target} returns other strides"
+            return f"{target} takes {taken} with symbols, {wanted} without"
+        if looks != expected:
+            return f"{target} returns other strides"
     return "" if len(ours) == len(theirs) else "one has more operators"
 
 
-def _work(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that compute tensors."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "placeholder"
-        or not (compat.is_number(node.meta.get("val")) or _named(node) is not None)
-    ]
+def _work(graph: fx.Graph) -> list[tuple[Any, str, Any]]:
+    """(operator, arguments: planned numbers, and values by their computation; description of the
+    result) of the nodes that compute tensors."""
+    names: dict[fx.Node, Any] = {}
+    rows: list[tuple[Any, str, Any]] = []
+    for node in graph.nodes:
+        value, is_input = node.meta.get("val"), node.op == "placeholder"
+        names[node] = f"%{len(rows)}"
+        if compat.is_number(value):
+            names[node] = compat.expression_of(value)[0]
+        elif (named := _named(node)) is not None:
+            names[node] = names[named]
+            continue
+        if is_input:
+            rows.append((node.op, "", None))
+        elif not compat.is_number(value):
+            target = node.target if node.op == "call_function" else node.op
+            target = torch.ops.aten.view.default if target is _VIEW else target
+            given = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+            rows.append((target, repr(given), _looks(value)))
+    return rows
 
 
 def _named(node: fx.Node) -> fx.Node | None:
-    """The value that a node aliases, with the same elements in the same order.
-
-    A slice over a full dimension, its backward and writes to it are traced only if the size is
-    unknown.
-    """
+    """The value that a node aliases. A slice over a full dimension, its backward and writes to it
+    are traced only if the size is unknown."""
     if node.target in _SLICES or node.target is _SCATTER:
         source = node.args[1 if node.target is _SCATTER else 0]
         assert isinstance(source, fx.Node)
         return source if _looks(node.meta["val"]) == _looks(source.meta["val"]) else None
     return node.all_input_nodes[0] if node.target in _OTHER_NAMES else None
-
-
-def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """A node's arguments: planned numbers, and values by their computation."""
-
-    def value(source: fx.Node) -> Any:
-        number = source.meta.get("val")
-        if compat.is_number(number):
-            return compat.expression_of(number)[0]
-        while (named := _named(source)) is not None:
-            source = named
-        return names[source]
-
-    return repr(fx.map_arg((node.args, node.kwargs), value))
 
 
 def _looks(value: Any) -> Any:
@@ -209,30 +221,182 @@ def _looks(value: Any) -> Any:
     return tuple(map(_looks, value)) if isinstance(value, (tuple, list)) else None
 
 
-# Stages for other values of their symbols.
-
-
 def resize(stages: Schedule, values: Values) -> Schedule:
     """The result of `partition`, with these planned values of all its symbols."""
     assert stages.symbols is not None
     new = with_stages(
         stages,
         tuple(
-            replace(
-                stage,
-                metas=tuple(meta.at(values) for meta in stage.metas),
-                outputs=tuple(meta.at(values) for meta in stage.outputs),
-            )
+            replace(stage, metas=at(stage.metas, values), outputs=at(stage.outputs, values))
             for stage in stages.stages
         ),
     )
     for node in new.forward.nodes:
         if "value" in node.meta:
-            node.meta["value"] = _at(node.meta["value"], values)
+            node.meta["value"] = at(node.meta["value"], values)
     return replace(new, symbols=replace(stages.symbols, planned=dict(values)))
 
 
-def _at(value: Any, values: Values) -> Any:
+def at(value: Any, values: Values) -> Any:
+    """The metas in nested tuples, planned for other values of their symbols."""
     if isinstance(value, tuple):
-        return tuple(_at(item, values) for item in value)
+        return tuple(at(item, values) for item in value)
     return value.at(values) if isinstance(value, (TensorMeta, Number)) else value
+
+
+_ASK_THE_NUMBER: dict[str, Callable[..., torch.Tensor]] = {
+    "pow": torch.pow,
+    "__pow__": torch.pow,
+    "__rpow__": torch.pow,
+    "lerp": torch.lerp,
+}
+_WIDEST = {torch.SymFloat: torch.float64, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
+_COMPUTED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def check_floats(joint: fx.GraphModule) -> None:
+    """Raise `UntraceableSymbols` if a traced graph uses a float in a way that `compiled` does not
+    support: for a size, or an operator needs it in a list or as an int."""
+    for node in joint.graph.nodes:
+        sizes = [v for v in compat.leaves(value_of(node)) if isinstance(v, torch.Tensor)]
+        if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
+            raise compat.UntraceableSymbols("a changing float determines a size")
+        if any(map(_comes_as_tensor, _numbers_taken(node))) and _by_tensors(node) is None:
+            raise compat.UntraceableSymbols(f"{node.target} takes a changing float")
+
+
+class PowersOfTensors(TorchFunctionMode):
+    """Trace powers and `lerp` with a changing float like those with a tensor.
+
+    Their backward reads the number, so the trace would be valid for that number only.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        symbolic = any(isinstance(arg, torch.SymFloat) for arg in args)
+        if kwargs or not symbolic or name not in _ASK_THE_NUMBER:
+            return func(*args, **(kwargs or {}))
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        dtype = torch.result_type(tensor, 1.0)
+        compute = _COMPUTED_IN.get(dtype, dtype)
+        scalar: Any = functools.partial(torch.scalar_tensor, dtype=compute, device=tensor.device)
+        operands = [
+            scalar(arg) if isinstance(arg, torch.SymFloat) else arg.to(compute)
+            for arg in (reversed(args) if name == "__rpow__" else args)
+        ]
+        made: torch.Tensor = _ASK_THE_NUMBER[name](*operands)
+        return made.to(dtype)
+
+
+def compiled(module: fx.GraphModule) -> Callable[..., Any]:
+    """The code of a traced graph, by Inductor."""
+    graph, values, wrapped = prepared(module)
+    return wrapped(compat.compile_inductor(graph, values))
+
+
+def prepared(
+    module: fx.GraphModule,
+) -> tuple[fx.GraphModule, Sequence[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """The module that Inductor compiles for a traced graph, its fake inputs, and a function that
+    wraps Inductor's code into the graph's."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    traced = compat.fakes_in(map(value_of, inputs))
+    ints = {s: n for s, n in traced.hints.items() if s.is_integer} if traced else {}
+    as_tensors = any(map(_comes_as_tensor, module.graph.nodes))
+    if traced is None or (len(ints) == len(traced.hints) and not as_tensors):
+        return module, list(map(value_of, inputs)), lambda function: function
+    kept = [k for k, node in enumerate(inputs) if not _comes_as_tensor(node)]
+    graph, read = _taking_tensors(module.graph)
+    numbers: Callable[..., Sequence[float]] = fx.GraphModule(
+        {}, extracted(module.graph, read)
+    ).forward
+    dtypes = [_WIDEST[type(value_of(n))] if _comes_as_tensor(n) else None for n in read]
+    fakes = compat.SymbolicFakes(ints)  # torch reads existing floats
+    with fakes:
+        values = [_in(fakes, value_of(inputs[k])) for k in kept]
+        values += [
+            torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, value_of(node))
+            for node, dtype in zip(read, dtypes, strict=True)
+        ]
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        traced.require_of(fakes)
+
+        def run(*given: Any) -> Any:
+            pairs = zip(numbers(*given), dtypes, strict=True)
+            made = (
+                torch.tensor(n, dtype=dtype, device="cpu") if dtype else n for n, dtype in pairs
+            )
+            return function(*(given[k] for k in kept), *made)
+
+        return run
+
+    return fx.GraphModule(module, graph), values, wrapped
+
+
+def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
+    """The same symbolic value, in this fake mode."""
+    if isinstance(value, torch.Tensor):
+        return replace(TensorMeta.of(value), requires_grad=False).empty()
+    return fakes.number(compat.expression_of(value)[1])
+
+
+def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
+    """The number operands of a node that computes tensors."""
+    if node.op != "call_function" or compat.is_number(value_of(node)):
+        return []
+    return [source for source in node.all_input_nodes if compat.is_number(value_of(source))]
+
+
+def _comes_as_tensor(node: fx.Node) -> bool:
+    """True if a node's value is a float, a bool, or an int computed from floats."""
+    value = value_of(node)
+    if isinstance(value, torch.SymInt):
+        return _of_floats(compat.expression_of(value)[1])
+    return isinstance(value, (torch.SymFloat, torch.SymBool))
+
+
+def _of_floats(expression: Any) -> bool:
+    return any(not symbol.is_integer for symbol in symbols_in(expression))
+
+
+def _by_tensors(node: fx.Node) -> Any:
+    """The overload of a node's operator that takes tensors for such numbers; None if none does."""
+    names = []
+    for name, value in compat.arguments_of(node):
+        if isinstance(value, fx.Node) and _comes_as_tensor(value):
+            names.append(name)
+        elif any(isinstance(v, fx.Node) and _comes_as_tensor(v) for v in compat.leaves(value)):
+            return None
+    return compat.taking_tensors(node.target, tuple(names)) if names else None
+
+
+def _taking_tensors(old: fx.Graph) -> tuple[fx.Graph, list[fx.Node]]:
+    """A copy of a graph with new last inputs for floats and numbers computed from them; these."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    read: list[fx.Node] = []
+    last: fx.Node | None = None  # input
+
+    def taken(node: fx.Node) -> fx.Node:
+        nonlocal last
+        if node not in new:
+            assert last is not None
+            with graph.inserting_after(last):
+                last = new[node] = graph.placeholder(f"number_{len(read)}")
+            read.append(node)
+        return new[node]
+
+    for node in old.nodes:
+        if any(map(_comes_as_tensor, _numbers_taken(node))):
+            given = [fx.map_arg(value, taken) for _, value in compat.arguments_of(node)]
+            new[node] = graph.call_function(_by_tensors(node), tuple(given))
+        elif _comes_as_tensor(node):
+            continue
+        elif compat.is_number(value_of(node)) and not new.keys() >= set(node.all_input_nodes):
+            taken(node)
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].meta.clear()  # set by its tracing mode and the partitioner
+            last = new[node] if node.op == "placeholder" else last
+    return graph, read

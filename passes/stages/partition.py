@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +37,7 @@ from megacompile.ir.values import input_of
 from megacompile.passes.capture.interpret import Interpreter, number_of
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.edit import add_item, written
-from megacompile.passes.stages.segments import (
-    Segment,
-    compute_nodes,
-    cut,
-    is_autocast,
-)
+from megacompile.passes.stages.segments import Segment, compute_nodes, cut, is_autocast
 
 
 def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -> Schedule:
@@ -57,23 +52,15 @@ def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -
     """
     values = propagate(capture)
     nodes = compute_nodes(capture, values)
-    segments = cut(capture, values, units)
+    segments = cut(capture, nodes, values, units)
     if whole and segments:
         segments = [Segment(0, len(nodes), None)]
     builder = _Builder(capture, values, nodes, segments, units)
-    stages = tuple(builder.stage(i) for i in range(len(segments)))
-    return builder.schedule(_label_buckets(stages))
+    return builder.schedule([builder.part(i) for i in range(len(segments))])
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """A stage and the captured nodes of its inputs and outputs."""
-
-    stage: Stage
-    args: list[fx.Node]
-    outputs: list[fx.Node]
-    changed: list[fx.Node]  # mutated args, aligned with stage.mutated
-    metas: tuple[TensorMeta, ...]  # of the outputs and the mutated args' new values
+# A stage, and the captured nodes of its args, its outputs and its mutated args.
+_Part = tuple[Stage, list[fx.Node], list[fx.Node], list[fx.Node]]
 
 
 class _Region(NamedTuple):
@@ -91,7 +78,6 @@ class _Builder:
     nodes: list[fx.Node]
     segments: list[Segment]
     units: Sequence[Unit]
-    chunks: list[_Chunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.position = {node: p for p, node in enumerate(self.nodes)}
@@ -102,9 +88,6 @@ class _Builder:
         self._symbols = self.capture.symbols
         self.regions = list(_regions(self.capture, self.nodes))
         self.views = views_of_inputs(self.capture, self.values)
-        self._refuse_changed_parameters()
-
-    def _refuse_changed_parameters(self) -> None:
         held = {key: item for n, item in self.params.items() for key in self.values.storages[n]}
         for node in self.nodes:
             for key in self.values.mutates[node] & held.keys():
@@ -115,11 +98,15 @@ class _Builder:
                 name = self.params[node].info.name
                 raise UnsupportedGraphError(f"parameter {name!r} is an output")
 
-    def stage(self, index: int) -> Stage:
-        """Build the stage of segment `index`: its module, inputs and outputs."""
+    def part(self, index: int) -> _Part:
         segment = self.segments[index]
         body = self.nodes[segment.start : segment.stop]
-        params, args = self._external(body)
+        found = dict.fromkeys(source for node in body for source in node.all_input_nodes)
+        inside = set(body)
+        outside = [n for n in found if n not in inside and not self.values.is_known(n)]
+        given = [n for n in outside if n.op != "get_attr" and not is_autocast(n)]
+        params = [n for n in given if n in self.params]  # in order of use
+        args = [n for n in given if n not in self.params]
         outputs = [
             node
             for node in body
@@ -151,29 +138,10 @@ class _Builder:
             outputs=tuple(self._meta(n, segment.stop) for n in outputs),
             mutated=tuple(len(params) + args.index(n) for n in changed),
         )
-        results = tuple(self._meta(n, segment.stop) for n in [*outputs, *changed])
-        self.chunks.append(_Chunk(stage, args, outputs, changed, results))
-        return stage
-
-    def _external(self, body: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Parameters and other tensors that a segment reads from outside, in order of use."""
-        found = dict.fromkeys(source for node in body for source in node.all_input_nodes)
-        inside = set(body)
-        given = [n for n in found if n not in inside and not self._is_literal(n)]
-        return [n for n in given if n in self.params], [n for n in given if n not in self.params]
-
-    def _is_literal(self, node: fx.Node) -> bool:
-        return (
-            node.op == "get_attr"
-            or is_autocast(node)
-            or isinstance(self.inputs.get(node), ConstantInput)
-            or self.values.is_constant(node)
-            or self.values.is_number(node)
-        )
+        return stage, args, outputs, changed
 
     def _numbers(self, body: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-        """The graph's number inputs that occur in a segment's expressions, also those of numbers
-        that another segment computes."""
+        """The number inputs in a segment's expressions, and in those of numbers that it reads."""
         if self.values.symbols is None:
             return []
         read = [source for node in body for source in node.all_input_nodes]
@@ -206,7 +174,7 @@ class _Builder:
                 elif self.values.is_number(node):
                     env[node] = number(node)
                 else:
-                    return self._literal(node)
+                    return self.values.of[node]
             return env[node]
 
         def number(node: fx.Node) -> Any:
@@ -216,11 +184,8 @@ class _Builder:
                 return graph.node_copy(node, value)
             return written(graph, found, numbers)
 
-        default, first, last = (
-            self.capture.ambient.grad_enabled,
-            self.regions[segment.start],
-            self.regions[segment.stop],
-        )
+        default = self.capture.ambient.grad_enabled
+        first, last = self.regions[segment.start], self.regions[segment.stop]
         for enter in first.autocast:
             env[enter] = graph.node_copy(enter)
         if first.grad != default:
@@ -246,28 +211,24 @@ class _Builder:
         graph.output(result)
         return compat.graph_module(self.capture.module, graph)
 
-    def _literal(self, node: fx.Node) -> Any:
-        item = self.inputs.get(node)
-        return item.value if isinstance(item, ConstantInput) else self.values.of[node]
-
-    def schedule(self, stages: Sequence[Stage]) -> Schedule:
-        """The forward graph that calls the stages in order."""
+    def schedule(self, parts: Sequence[_Part]) -> Schedule:
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
-        last_change = {n: p.stage.index for p in self.chunks for n in p.changed if n in self.inputs}
+        last_change = {n: i for i, part in enumerate(parts) for n in part[-1] if n in self.inputs}
+        stages = _label_buckets([stage for stage, *_ in parts])
         for i, (node, item) in enumerate(self.inputs.items()):
             if not isinstance(item, (ParamInput, ConstantInput)):
                 env[node] = input_of(graph, i, f"x{i}")
                 env[node].meta["value"] = self._input_meta(node, 0)
         sources = dict(env)
-        for chunk, stage in zip(self.chunks, stages, strict=True):
-            args = tuple(env[n] for n in chunk.args)
+        for stage, (_, given, results, changed) in zip(stages, parts, strict=True):
+            args = tuple(env[n] for n in given)
             call = ops.call(graph, ops.forward, stage, (), args, False, name=f"f{stage.index}")
-            results = [*chunk.outputs, *chunk.changed]
-            call.meta["value"] = chunk.metas
-            for k, node in enumerate(results):
+            stop = self.segments[stage.index].stop
+            call.meta["value"] = tuple(self._meta(n, stop) for n in [*results, *changed])
+            for k, node in enumerate([*results, *changed]):
                 env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
-            for node in chunk.changed:
+            for node in changed:
                 if last_change.get(node) == stage.index:
                     # batch norm's kernel writes statistics without a version bump
                     targets = {change.target for change in self._changes(node)}
@@ -302,7 +263,6 @@ class _Builder:
                 yield from ((k, named[key]) for key in self.values.storages[node] & named.keys())
 
     def _changes(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that change an input in place."""
         keys = self.values.storages[node]
         return [n for n in self.nodes if self.values.mutates[n] & keys]
 
@@ -326,7 +286,7 @@ class _Builder:
                 return sources[origin]
         if node in self.views:  # the call recreates the view
             return sources[self.views[node][0]]
-        return env[node] if node in env else self._literal(node)
+        return env[node] if node in env else self.values.of[node]
 
 
 def _label_buckets(stages: Sequence[Stage]) -> list[Stage]:
@@ -361,11 +321,7 @@ def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> Iterator[_Region]:
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Copy a node with its inputs."""
     return graph.node_copy(node, lambda source: _copied(graph, source))
-
-
-# Outputs that are views of inputs.
 
 
 def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.Node, InputView]]:

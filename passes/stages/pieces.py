@@ -12,14 +12,14 @@ from values in memory (a norm) are recomputed; otherwise they would have to be k
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.ir.tiles import Axis, Result
+from megacompile.ir.tiles import Result
 from megacompile.passes.stages.tokenwise import Act, is_fill, is_view
 
 PRODUCTS = {"mm", "bmm", "addmm", "_scaled_mm"}
@@ -44,7 +44,8 @@ def divide(graph: fx.Graph, acts: dict[fx.Node, Act]) -> list[Members]:
     """
     while True:
         division = _Division(graph, acts)
-        whole = division.without_products() or division.read_whole()
+        # values that only whole pieces read fuse with their readers, not kept for all tokens
+        whole = division.without_products() or list(filter(division.is_read_whole, acts))
         if not whole:
             return division.pieces()
         for node in whole:
@@ -132,14 +133,11 @@ class _Division:
                 lonely.setdefault(phase, []).append(node)
         return [n for nodes in lonely.values() if not any(map(is_product, nodes)) for n in nodes]
 
-    def read_whole(self) -> list[fx.Node]:
-        """The nodes that only whole pieces read and that are no smaller than their inputs. If those
-        pieces compute them, they fuse with their readers and are not kept for all tokens."""
-        return [node for node in self.phases if node in self.acts and self._read_whole(node)]
-
-    def _read_whole(self, node: fx.Node) -> bool:
+    def is_read_whole(self, node: fx.Node) -> bool:
+        """True if only whole pieces read a value, and it is no smaller than its input."""
         sources, acts = node.all_input_nodes, self.acts
-        if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(sources) != 1:
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if node not in self.phases or not is_pointwise or len(sources) != 1:
             return False
         made, given = node.meta["val"], sources[0].meta["val"]
         if sources[0] not in acts or made.nbytes < given.nbytes:
@@ -147,10 +145,10 @@ class _Division:
         return not any(user in acts or user.op == "output" for user in node.users)
 
     def pieces(self) -> list[Members]:
-        made: dict[int, Members] = {}
+        made = []
         for phase in sorted(set(self.phases.values())):
-            made[phase] = Members(phase % 2 == 1)
-        for phase, members in made.items():
+            members = Members(phase % 2 == 1)
+            made.append(members)
             again: dict[fx.Node, None] = {}
             own = [node for node, at in self.phases.items() if at == phase]
             for node in own if members.in_tiles else ():
@@ -163,11 +161,10 @@ class _Division:
                     act = self.acts.get(node)
                     members.nodes[node] = act if members.in_tiles else None
                     members.reads |= self._read(node, chosen)
-        return list(made.values())
+        return made
 
     def _read(self, node: fx.Node, own: set[fx.Node]) -> set[fx.Node]:
-        """The values that a node reads from outside of its piece, through views that the piece
-        repeats."""
+        """The values that a node reads from outside of its piece, through repeated views."""
         found: set[fx.Node] = set()
         for source in node.all_input_nodes:
             if source in self.free:
@@ -182,8 +179,7 @@ class _Division:
         return node not in acts or source not in acts or self.stays(node, source)
 
     def _again(self, node: fx.Node, source: fx.Node, phase: int) -> list[fx.Node]:
-        """The nodes that a later piece recomputes for a value; empty if it reads the value
-        instead."""
+        """The nodes that a later piece recomputes for a value; empty if it reads the value."""
         before = self.phases.get(source)
         if before is None or before % 2 == 0 or before == phase or not self.stays(node, source):
             return []
@@ -208,7 +204,6 @@ class _Division:
 
 
 def _is_item(node: fx.Node) -> bool:
-    """True if it is one item of a tuple."""
     return node.target is operator.getitem and not isinstance(
         node.all_input_nodes[0].meta.get("val"), torch.Tensor
     )
@@ -217,9 +212,3 @@ def _is_item(node: fx.Node) -> bool:
 def is_product(node: fx.Node) -> bool:
     """True for a matrix product that a tile can compute."""
     return compat.operator_name(node.target) in PRODUCTS
-
-
-def cut_of(act: Act | None, node: fx.Node) -> Axis | None:
-    """The dimension along which a node cuts an operand; None: whole."""
-    cuts: Mapping[fx.Node, Axis] = {} if act is None else act.cuts
-    return cuts.get(node)

@@ -23,7 +23,7 @@ from megacompile import compat
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.tensors import tensors_bytes
-from megacompile.passes.capture.inputs import WRAPPED
+from megacompile.passes.capture.calls import WRAPPED
 from megacompile.passes.capture.propagate import Values
 
 Owner = tuple[int, str]  # (index of the unit, number of the call)
@@ -58,16 +58,16 @@ def compute_nodes(capture: Capture, values: Values) -> list[fx.Node]:
     return ordered
 
 
-def cut(capture: Capture, values: Values, units: Sequence[Unit]) -> list[Segment]:
-    """The segments of `compute_nodes(capture, values)`, in order; together they cover it."""
-    nodes = compute_nodes(capture, values)
+def cut(
+    capture: Capture, nodes: Sequence[fx.Node], values: Values, units: Sequence[Unit]
+) -> list[Segment]:
+    """The segments of these `compute_nodes`, in order; together they cover them."""
     if not nodes:
         return []
-    live_bytes = _live_bytes(nodes, values)
     owners = _owners(capture, nodes, values, units)
-    segments = _cut_between_owners(owners, live_bytes, units)
+    segments = _cut_between_owners(owners, _live_bytes(nodes, values), units)
     segments = _join_small(segments, units)
-    return _merge_inseparable(capture, nodes, values, segments)
+    return _merge_inseparable(nodes, values, segments)
 
 
 def _is_item(node: fx.Node, values: Values) -> bool:
@@ -106,10 +106,8 @@ def _owners(
 
 
 def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
-    """Entry p: bytes of the values defined before position p and used at p or later.
-
-    Infinite before an item (it stays with its tuple) and after a wrapper (it stays with its use).
-    """
+    """Entry p: bytes of the values defined before position p and used at p or later; infinite
+    before an item (it stays with its tuple) and after a wrapper (it stays with its use)."""
     position = {node: p for p, node in enumerate(nodes)}
     end = len(nodes)
     change = [0] * (end + 2)
@@ -169,45 +167,17 @@ def _join_small(segments: Sequence[Segment], units: Sequence[Unit]) -> list[Segm
 
 
 def _merge_inseparable(
-    capture: Capture, nodes: Sequence[fx.Node], values: Values, segments: Sequence[Segment]
+    nodes: Sequence[fx.Node], values: Values, segments: Sequence[Segment]
 ) -> list[Segment]:
     position = {node: p for p, node in enumerate(nodes)}
     segment_at = [i for i, s in enumerate(segments) for _ in range(s.start, s.stop)]
-    spans = [
-        *_opaque_spans(nodes, position, values),
-        *_alias_spans(capture, position, values, segment_at),
-    ]
-    merged = list(segments)
-    for first, last in spans:
-        touched = [s for s in merged if s.start <= last and first < s.stop]
-        if len(touched) > 1:
-            at = merged.index(touched[0])
-            merged[at : at + len(touched)] = [Segment(touched[0].start, touched[-1].stop, None)]
-    return merged
-
-
-def _opaque_spans(
-    nodes: Sequence[fx.Node], position: dict[fx.Node, int], values: Values
-) -> list[tuple[int, int]]:
-    """The range, from first to last position, of a value that is neither a tensor nor a literal."""
-    spans = []
-    for node in nodes:
-        if values.is_tensor(node) or values.is_constant(node) or is_autocast(node):
-            continue
-        last = max((position[u] for u in node.users if u in position), default=0)
-        if last > position[node] and not values.is_number(node):  # any stage can compute numbers
-            spans.append((position[node], last))
-    return spans
-
-
-def _alias_spans(
-    capture: Capture, position: dict[fx.Node, int], values: Values, segment_at: Sequence[int]
-) -> list[tuple[int, int]]:
-    """The range in which memory changed in place is also accessed through a view in another
-    segment."""
-    changed = {key for node in position for key in values.mutates[node]}
-    spans = []
-    for key in changed:
+    spans = []  # first and last positions of nodes that belong together
+    for node in nodes:  # values that are no tensors; any stage can compute numbers
+        if not (values.is_tensor(node) or values.is_known(node) or is_autocast(node)):
+            last = max((position.get(user, 0) for user in node.users), default=0)
+            if last > position[node]:
+                spans.append((position[node], last))
+    for key in {key for node in nodes for key in values.mutates[node]}:
         holders = [n for n, keys in values.storages.items() if key in keys and n.op != "output"]
         uses = [position[user] for holder in holders for user in holder.users if user in position]
         made = [position[holder] for holder in holders if holder in position]
@@ -220,7 +190,13 @@ def _alias_spans(
         ]
         if len(crossing) > 1:
             spans.append((min(made + uses), max(made + uses)))
-    return spans
+    merged = list(segments)
+    for first, last in spans:
+        touched = [s for s in merged if s.start <= last and first < s.stop]
+        if len(touched) > 1:
+            at = merged.index(touched[0])
+            merged[at : at + len(touched)] = [Segment(touched[0].start, touched[-1].stop, None)]
+    return merged
 
 
 def is_autocast(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,26 +31,23 @@ from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta, Values, any_size
 from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
-from megacompile.passes.stages.channels_last import lay_channels_last
-from megacompile.passes.stages.floats import PowersOfTensors, check_floats
 from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
 from megacompile.passes.stages.numbers import (
+    PowersOfTensors,
+    at,
+    check_floats,
     compute_ints,
     first_difference,
     numbers_of,
     sized,
 )
-from megacompile.passes.stages.zeros import computes_indices, real_tensors
+from megacompile.passes.stages.strides import computes_indices, lay_channels_last, real_tensors
 
 TemplateCache = MutableMapping[Hashable, Template]
 
 
 def trace_templates(
-    schedule: Schedule,
-    *,
-    ambient: Ambient,
-    cache: TemplateCache,
-    lowering: Lowering,
+    schedule: Schedule, *, ambient: Ambient, cache: TemplateCache, lowering: Lowering
 ) -> Schedule:
     """Give every stage its template. `schedule.tangents` are the outputs that get a gradient.
 
@@ -58,64 +55,50 @@ def trace_templates(
         UnsupportedGraphError: a stage cannot be traced, or a hook or an `autograd.Function` changes
             a tensor in place in its backward.
     """
-    walk = _GradientWalk(schedule)
+    calls = ops.calls_by_stage(schedule.forward, ops.forward)
+    outputs, _ = ops.returned(schedule.forward)
+    # forward node or (bucket key, parameter) -> meta of its gradient so far
+    gradients: dict[Any, TensorMeta] = {
+        outputs[k]: as_gradient(outputs[k].meta["value"]) for k in schedule.tangents
+    }
     stages: list[Stage] = []
     for stage in reversed(schedule.stages):
-        takes = walk.takes(stage)
+        call = calls[stage.index]
+        args = ops.arguments(call)[2]
+        sources = [
+            args[ref.index]
+            if isinstance(ref, ArgRef)
+            else (stage.buckets[ref.bucket].key, ref.param)
+            for ref in stage.primals
+        ]
+        takes = _takes(stage, call, sources, gradients)
         template = _template(stage, takes, ambient, cache, lowering)
-        walk.record(stage, template)
+        for primal, meta in zip(template.gradients, template.gradient_metas, strict=True):
+            gradients[sources[primal]] = meta
         stages.append(replace(stage, template=template))
     return with_stages(schedule, tuple(reversed(stages)))
 
 
-class _GradientWalk:
-    """The values with a gradient, while stages are visited from last to first."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.calls = ops.calls_by_stage(schedule.forward, ops.forward)
-        outputs, _ = ops.returned(schedule.forward)
-        # forward node or (bucket key, parameter) -> meta of its gradient so far
-        self.gradients: dict[Any, TensorMeta] = {
-            outputs[k]: as_gradient(outputs[k].meta["value"]) for k in schedule.tangents
-        }
-
-    def takes(self, stage: Stage) -> BackwardInputs:
-        """The results with a gradient, and the primals with a partial gradient."""
-        call = self.calls[stage.index]
-        results = {k: item for k, item in ops.items(call) if item in self.gradients}
-        if not results:
-            return BackwardInputs()
-        tangents = tuple(sorted(results))
-        sources = {i: self._source(stage, call, i) for i in range(len(stage.primals))}
-        partial_gradients = tuple(
-            i
-            for i, source in sources.items()
-            if stage.metas[i].requires_grad and source in self.gradients
-        )
-        given = [*(results[k] for k in tangents), *(sources[i] for i in partial_gradients)]
-        return BackwardInputs(
-            tangents, partial_gradients, tuple(self.gradients[source] for source in given)
-        )
-
-    def record(self, stage: Stage, template: Template) -> None:
-        """Record the gradients that the stage's backward returns."""
-        call = self.calls[stage.index]
-        for primal, meta in zip(template.gradients, template.gradient_metas, strict=True):
-            self.gradients[self._source(stage, call, primal)] = meta
-
-    def _source(self, stage: Stage, call: fx.Node, primal: int) -> Any:
-        ref = stage.primals[primal]
-        if isinstance(ref, ArgRef):
-            return call.args[2][ref.index]  # type: ignore[index]
-        return stage.buckets[ref.bucket].key, ref.param
+def _takes(
+    stage: Stage, call: fx.Node, sources: Sequence[Any], gradients: Mapping[Any, TensorMeta]
+) -> BackwardInputs:
+    """The results with a gradient, and the primals with a partial gradient."""
+    results = {k: item for k, item in ops.items(call) if item in gradients}
+    if not results:
+        return BackwardInputs()
+    tangents = tuple(sorted(results))
+    partial_gradients = tuple(
+        i
+        for i, source in enumerate(sources)
+        if stage.metas[i].requires_grad and source in gradients
+    )
+    given = [*(results[k] for k in tangents), *(sources[i] for i in partial_gradients)]
+    metas = tuple(gradients[source] for source in given)
+    return BackwardInputs(tangents, partial_gradients, metas)
 
 
 def _template(
-    stage: Stage,
-    takes: BackwardInputs,
-    ambient: Ambient,
-    cache: TemplateCache,
-    lowering: Lowering,
+    stage: Stage, takes: BackwardInputs, ambient: Ambient, cache: TemplateCache, lowering: Lowering
 ) -> Template:
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     code = graph_key(stage.module)
@@ -144,9 +127,7 @@ def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Te
     key = (template, tuple(planned.items()))
     if key not in cache:
         names = ("primals", "outputs", "saved", "tangent_metas", "gradient_metas")
-        metas: dict[str, Any] = {
-            name: tuple(meta.at(planned) for meta in getattr(template, name)) for name in names
-        }
+        metas: dict[str, Any] = {name: at(getattr(template, name), planned) for name in names}
         cache[key] = replace(
             template,
             **metas,
@@ -184,9 +165,6 @@ class _Tracer:
         decompositions replace operators that C++ decomposes. So code that must be bitwise equal is
         also traced with the planned sizes, as without symbols, and the two graphs must be equal
         except for the symbols.
-
-        Raises:
-            UntraceableSymbols: the graphs differ.
         """
         eager = self.lowering is Lowering.EAGER
         fakes = compat.SymbolicFakes(numbers_of(self.stage.metas))
@@ -213,8 +191,7 @@ class _Tracer:
         return joint
 
     def _trace(self) -> fx.GraphModule:
-        """The joint graph: (primals, tangents, partial gradients) -> (outputs, new values,
-        gradients)."""
+        """(primals, tangents, partial gradients) -> (outputs, new values, gradients)."""
         if self.lowering is not Lowering.EAGER:
             joint = self._traced(compat.fake_mode(), compat.inductor_decompositions())
             return lay_channels_last(joint)
@@ -240,13 +217,14 @@ class _Tracer:
         with self.ambient.apply(), compat.keeping_nesting(), tensors:
             primals: list[Any] = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
-            return compat.trace(self._functional, primals, tangents, decompositions)
 
-    def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
-        with compat.functional_mode(native=self.lowering is not Lowering.EAGER):
-            wrapped = [compat.to_functional(p) for p in primals]
-            found = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
-            return [compat.from_functional(t) for t in found]
+            def functional(primals: list[Any], tangents: list[torch.Tensor]) -> Any:
+                with compat.functional_mode(native=self.lowering is not Lowering.EAGER):
+                    wrapped = list(map(compat.to_functional, primals))
+                    found = self._joint(wrapped, list(map(compat.to_functional, tangents)))
+                    return list(map(compat.from_functional, found))
+
+            return compat.trace(functional, primals, tangents, decompositions)
 
     def _joint(self, primals: list[Any], tangents: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results, then the gradients."""

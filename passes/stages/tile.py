@@ -28,31 +28,20 @@ from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.ir.tiles import Axis, Piece, Result, Tile
 from megacompile.passes.edit import NotComputedError, computed
-from megacompile.passes.stages.pieces import Members, cut_of, divide
+from megacompile.passes.stages.pieces import Members, divide
 from megacompile.passes.stages.tokenwise import Act, Tokens, find_tokenwise, name_of
 
 _SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "zeros": 0, "ones": 0}
 
 
-def tile_lengths(tokens: int, tiles: int) -> tuple[int, ...]:
-    """The sizes of the tiles, all equal except the last: one or two different lengths."""
-    length = -(-tokens // tiles)
-    rest = tokens % length
-    return (length, rest) if rest else (length,)
-
-
 def tile(
     module: fx.GraphModule, tokens: Tokens, tiles: int, whole: frozenset[str]
 ) -> fx.GraphModule:
-    """The graph cut into pieces, tiled where possible; the same graph if nothing can be tiled.
-
-    Args:
-        module: an ATen graph whose sizes are numbers.
-        tokens: the axis of the cut.
-        tiles: the number of tiles, at most one per token.
-        whole: names of the placeholders without tokens: parameters.
-    """
-    lengths = tile_lengths(tokens.count, max(1, min(tiles, tokens.count)))
+    """An ATen graph, with numbers as sizes, cut into pieces, tiled where possible; the same graph
+    if nothing can be tiled. `whole`: names of the placeholders without tokens (parameters)."""
+    length = -(-tokens.count // max(1, min(tiles, tokens.count)))
+    rest = tokens.count % length  # tokens of the last tile, if it is smaller
+    lengths = (length, rest) if rest else (length,)
     rejected: set[fx.Node] = set()
     while True:
         members = divide(module.graph, find_tokenwise(module.graph, tokens, whole, rejected))
@@ -147,7 +136,8 @@ class _Part:
     def _returned(self, node: fx.Node) -> list[fx.Node]:
         act = self.members.nodes.get(node)
         if _result(act)[0] is Result.PRODUCT:
-            return [self._value(n, cut_of(act, n)) for n in node.args[:2] if isinstance(n, fx.Node)]
+            assert act is not None
+            return [self._value(n, act.cuts.get(n)) for n in node.all_input_nodes[:2]]
         return [self.made[node] if node in self.made else self._value(node, None)]
 
     def _value(self, node: fx.Node, cut: Axis | None) -> fx.Node:
@@ -176,46 +166,39 @@ class _Part:
         return made
 
     def _copy(self, node: fx.Node, act: Act | None) -> fx.Node:
-        """The node, for a tile."""
-        made = self.graph.node_copy(node, lambda n: self._value(n, cut_of(act, n)))
+        made = self.graph.node_copy(node, lambda n: self._value(n, act and act.cuts.get(n)))
         if self.length is None or act is None:
             made.meta["val"] = _whole(node.meta["val"])
             return made
-        self._resize(made, act)
+        self._resize(made, act, self.length)
         try:
             made.meta["val"] = value = computed(made)
         except NotComputedError as error:
             raise _NoPart(node) from error
-        for given, found, result in zip(
+        for given, found, (kind, axis) in zip(
             _each(node.meta["val"]), _each(value), act.results, strict=True
         ):
-            self._check(node, given, found, *result)
+            if not isinstance(given, torch.Tensor):  # an unneeded gradient
+                continue
+            shape = tuple(given.shape)
+            shape = shape if axis is None else axis.shape(shape, self.length)
+            if tuple(found.shape) != shape or (given.dtype != found.dtype and kind is Result.CUT):
+                raise _NoPart(node)
         return made
 
-    def _resize(self, made: fx.Node, act: Act) -> None:
+    @staticmethod
+    def _resize(made: fx.Node, act: Act, length: int) -> None:
         """Replace the sizes in views and constants by the tile's. Keep half-precision sums in
         float32, because they are accumulated."""
         name, axis, at = name_of(made), act.axis, _SIZES.get(name_of(made))
         if axis is not None and at is not None and len(made.args) > at:
             sizes: Any = made.args[at]
             if isinstance(sizes, (list, tuple)) and sizes[axis.dim] != -1:
-                made.update_arg(at, list(axis.shape(tuple(sizes), self.length or 1)))
+                made.update_arg(at, list(axis.shape(tuple(sizes), length)))
         if act.results[0][0] is Result.SUM and name == "sum" and not made.kwargs.get("dtype"):
             dtype = made.args[0].meta["val"].dtype  # type: ignore[union-attr]
             if dtype.is_floating_point:
                 made.update_kwarg("dtype", sum_dtype(dtype))
-
-    def _check(
-        self, node: fx.Node, given: Any, found: Any, kind: Result, axis: Axis | None
-    ) -> None:
-        if not isinstance(given, torch.Tensor):  # an unneeded gradient
-            return
-        shape = tuple(given.shape)
-        if axis is not None and self.length is not None:
-            shape = axis.shape(shape, self.length)
-        dtypes = given.dtype == found.dtype or kind is Result.SUM
-        if tuple(found.shape) != shape or not dtypes:
-            raise _NoPart(node)
 
 
 def _each(value: Any) -> Sequence[Any]:
@@ -245,8 +228,4 @@ def _laid_out(node: fx.Node, members: Members) -> TensorMeta:
     order = list(reversed(range(len(meta.shape))))
     if 0 not in meta.stride:  # it is not broadcast
         order.sort(key=lambda d: (meta.stride[d], meta.shape[d]))
-    stride, size = dict[int, int](), 1
-    for dim in order:
-        stride[dim] = size
-        size *= meta.shape[dim]
-    return replace(meta, stride=tuple(stride[dim] for dim in range(len(order))))
+    return replace(meta, stride=compat.dense_strides(meta.shape, order))

@@ -52,7 +52,7 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 
 Rule = Callable[[fx.Node, Axes, int], Act | None]
-Move = Callable[[fx.Node, fx.Node, Axis, int], Axis | None]
+Move = Callable[[fx.Node, fx.Node, Axis], Axis | None]
 
 
 def name_of(node: fx.Node) -> str:
@@ -111,14 +111,13 @@ def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _moved(move: Move) -> Rule:
-    """The rule of such an operator, from (node, its first operand, the operand's axis, tokens) ->
-    the axis of its results."""
+    """The rule of such an operator: `move` returns the axis of its results."""
 
     def rule(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
         source, value = node.args[0], node.meta["val"]
         if not isinstance(source, fx.Node) or source not in axes:
             return None
-        axis = move(node, source, axes[source], tokens)
+        axis = move(node, source, axes[source])
         if axis is None or any(n in axes for n in node.all_input_nodes if n is not source):
             return None
         items = isinstance(value, (tuple, list))
@@ -126,10 +125,6 @@ def _moved(move: Move) -> Rule:
         return Act({source: axes[source]}, results, items=items)
 
     return rule
-
-
-def _reshape(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    return reshaped(axis, shape_of(source) or (), shape_of(node) or ())
 
 
 def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
@@ -147,7 +142,7 @@ def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | 
     return None
 
 
-def _permute(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+def _permute(node: fx.Node, source: fx.Node, axis: Axis) -> Axis:
     order, given = list(range(_rank(node))), _arguments(node)
     if name_of(node) == "permute":
         order = [d % len(order) for d in given["dims"]]
@@ -159,13 +154,13 @@ def _permute(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | 
     return replace(axis, dim=order.index(axis.dim))
 
 
-def _expand(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    shape = shape_of(node) or ()
-    made = replace(axis, dim=axis.dim + len(shape) - _rank(source))
-    return made if shape[made.dim] == axis.size(tokens) else None
+def _expand(node: fx.Node, source: fx.Node, axis: Axis) -> Axis | None:
+    shape, sizes = shape_of(node) or (), shape_of(source) or ()
+    made = replace(axis, dim=axis.dim + len(shape) - len(sizes))
+    return made if shape[made.dim] == sizes[axis.dim] else None
 
 
-def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+def _slice(node: fx.Node, source: fx.Node, axis: Axis) -> Axis | None:
     """The axis after a slice of another dimension; it shifts if that dimension is removed."""
     dim = _arguments(node)["dim"] % _rank(source)
     if dim == axis.dim:
@@ -174,11 +169,7 @@ def _slice(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | No
     return replace(axis, dim=axis.dim - removed)
 
 
-def _split(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
-    return None if _arguments(node)["dim"] % _rank(source) == axis.dim else axis
-
-
-def _norm(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+def _norm(node: fx.Node, source: fx.Node, axis: Axis) -> Axis | None:
     """The axis of a norm over the last dimensions, whose statistics have the same rank."""
     return axis if axis.dim < _rank(source) - len(_arguments(node)["normalized_shape"]) else None
 
@@ -190,13 +181,10 @@ def _dims(node: fx.Node, source: fx.Node) -> list[int]:
     return [d % rank for d in dims] if rank else []
 
 
-def _reduced(node: fx.Node, source: fx.Node, axis: Axis, tokens: int) -> Axis | None:
+def _reduced(node: fx.Node, source: fx.Node, axis: Axis) -> Axis | None:
     dims, given = _dims(node, source), _arguments(node)
     below = 0 if given.get("keepdim") else sum(d < axis.dim for d in dims)
     return None if axis.dim in dims else replace(axis, dim=axis.dim - below)
-
-
-# Other operators.
 
 
 def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -220,13 +208,12 @@ def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 def _product(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule for matrices in the last two dimensions, one or many."""
-    a, b = node.args[:2]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    if len(node.all_input_nodes) < 2:  # a product with itself
+        return None
+    a, b = node.all_input_nodes[:2]
     sums = Result.PRODUCT if name_of(node) == "mm" else Result.SUM
     rank, left, right = _rank(a), axes.get(a), axes.get(b)
     rows, columns = rank - 2, rank - 1
-    if a is b:
-        return None
     if left is not None and right is not None:
         same = (left.outer, left.inner) == (right.outer, right.inner)
         if same and left.dim == right.dim < rows:  # tokens within each matrix
@@ -245,8 +232,8 @@ def _product(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    bias, a, b = node.args[:3]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node) and isinstance(bias, fx.Node)
+    operands: Any = node.args
+    bias, a, b = operands[:3]
     if bias in axes or b in axes or a not in axes or axes[a].dim != 0 or _rank(bias) > 1:
         return None
     return Act({a: axes[a]}, ((Result.CUT, axes[a]),))
@@ -273,8 +260,9 @@ def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    table, indices = node.args[:2]
-    if not isinstance(indices, fx.Node) or indices not in axes or table in axes:
+    operands: Any = node.args
+    table, indices = operands[:2]
+    if indices not in axes or table in axes:
         return None
     return Act({indices: axes[indices]}, ((Result.CUT, axes[indices]),))
 
@@ -300,11 +288,17 @@ RULES: dict[str, Rule] = {
     **_rules(pointwise, "alias detach clone _to_copy convert_element_type"),
     **_rules(pointwise, "full_like zeros_like ones_like empty_like"),
     **_rules(_along, "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data"),
-    **_rules(_moved(_reshape), "view _unsafe_view reshape unsqueeze squeeze"),
+    **_rules(
+        _moved(lambda node, x, axis: reshaped(axis, shape_of(x) or (), shape_of(node) or ())),
+        "view _unsafe_view reshape unsqueeze squeeze",
+    ),
     **_rules(_moved(_permute), "permute transpose t"),
     **_rules(_moved(_expand), "expand"),
     **_rules(_moved(_slice), "slice select"),
-    **_rules(_moved(_split), "split split_with_sizes unbind"),
+    **_rules(
+        _moved(lambda n, x, axis: None if _arguments(n)["dim"] % _rank(x) == axis.dim else axis),
+        "split split_with_sizes unbind",
+    ),
     **_rules(_moved(_reduced), "mean amax amin var var_mean prod any all logsumexp argmax argmin"),
     **_rules(_moved(_norm), "native_layer_norm _fused_rms_norm"),
     **_rules(_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
@@ -315,9 +309,6 @@ RULES: dict[str, Rule] = {
     "_scaled_mm": _scaled_mm,
     "embedding": _embedding,
 }
-
-
-# Graphs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,18 +336,10 @@ class Tokens:
 
 
 def find_tokenwise(
-    graph: fx.Graph,
-    tokens: Tokens,
-    whole: frozenset[str],
-    rejected: Collection[fx.Node] = (),
+    graph: fx.Graph, tokens: Tokens, whole: frozenset[str], rejected: Collection[fx.Node] = ()
 ) -> dict[fx.Node, Act]:
-    """The tokenwise nodes of a graph, with their actions.
-
-    Args:
-        graph: of ATen operators, with fake tensors in `meta["val"]`.
-        whole: names of the placeholders without tokens.
-        rejected: nodes to treat as not tokenwise despite the rules.
-    """
+    """The tokenwise nodes of an ATen graph, with their actions. `whole`: names of the placeholders
+    without tokens; `rejected`: nodes that are not tokenwise despite the rules."""
     acts: dict[fx.Node, Act] = {}
     axes: dict[fx.Node, Axis] = {}  # of values with tokens
     for node in graph.nodes:
@@ -395,9 +378,8 @@ def _act(
     if node.target is operator.getitem:  # handled like the node that returns the tuple
         act, index = acts.get(source), node.args[1]  # type: ignore[arg-type]
         return Act({}, (act.results[index],)) if act and isinstance(index, int) else None
-    rule = RULES.get(name)
-    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        rule = pointwise
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    rule = RULES.get(name, pointwise if is_pointwise else None)
     offered = {n: axes[n] for n in node.all_input_nodes if n in axes}
     if rule is None or not offered or any(shape_of(n) is None for n in node.all_input_nodes):
         return None

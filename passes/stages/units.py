@@ -94,12 +94,13 @@ def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) ->
     if not children or (whole.size_bytes <= limit_bytes and not divides):
         yield whole
         return
-    own = tuple(own_leaves(module, _join(name, "")))
+    prefix = f"{name}." if name else ""
+    own = tuple(own_leaves(module, prefix))
     if own:
         yield _Subtree(label, (), own, repeated=False)
     like = _repeated_classes(module)
     for child_name, child in children:
-        yield from _split(child, _join(name, child_name), limit_bytes, repeated=type(child) in like)
+        yield from _split(child, prefix + child_name, limit_bytes, repeated=type(child) in like)
 
 
 def _repeated_classes(module: nn.Module) -> set[type[nn.Module]]:
@@ -129,7 +130,3 @@ def _join_small(subtrees: Sequence[_Subtree]) -> list[_Subtree]:
                 continue
         joined.append(subtree)
     return joined
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import Mod
 
 from megacompile import compat
+from megacompile.passes.stages.numbers import first_difference
 from tests.draws import drawn
 
 aten = torch.ops.aten
@@ -236,7 +237,7 @@ def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
             grads = torch.autograd.grad([x.sum() for x in found], sources) if sources else ()
             return list(map(compat.from_functional, (*found, *grads)))
 
-    def traced(fakes: Any, shapes: Sequence[Any]) -> str:
+    def traced(fakes: Any, shapes: Sequence[Any]) -> fx.GraphModule:
         with fakes:
             given = [
                 torch.zeros(shape, requires_grad=wanted)
@@ -244,12 +245,12 @@ def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
             ]
             graph = compat.trace(product, given, [], compat.eager_decompositions())
         graph.graph.eliminate_dead_code()
-        return str(graph.code)
+        return graph
 
     for a, b in itertools.product(MATRICES, OTHERS):
         want = traced(compat.fake_mode(), (a, b))
         symbolic = compat.SymbolicFakes({})
-        assert traced(symbolic, (a, b)) == want, (a, b)
+        assert not first_difference(traced(symbolic, (a, b)), want), (a, b)
 
 
 def test_a_product_of_matrices_keeps_its_symbols() -> None:
@@ -291,7 +292,7 @@ def test_who_relies_on_a_relation_or_a_size_is_noted() -> None:
     fakes.note_guards(lambda: "the first")
     assert fakes.number(ROWS) == 12
     fakes.note_guards(lambda: "the second")
-    assert fakes.broken([16]).startswith("the first relies on ") and not fakes.has_floats
+    assert fakes.broken([16]).startswith("the first relies on ")
 
 
 def test_the_python_of_a_module_is_written_when_it_is_called(

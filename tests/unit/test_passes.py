@@ -118,7 +118,7 @@ CHAINS: dict[str, Callable[..., list[Pass]]] = {
         )
     ],
     "update_graph": _update_graph,
-    "free": lambda delay=1, **_: [part(PASSES.insert_free, delay=delay)],
+    "free": lambda **_: [PASSES.insert_free],
     "tokens": lambda: [PASSES.insert_tokens],
     "step": _step,
 }
@@ -310,7 +310,7 @@ def test_a_disk_takes_its_time(name: str) -> None:
         found[rate] = simulate(schedule, machine, optimizer=cost, steps=3)
     nodes = [node for graph in schedule.graphs.values() for node in ops.nodes_of(graph)]
     for stream in (Stream.READ, Stream.WRITE):
-        moved = sum(ops.stored_bytes(n) for n in nodes if ops.stream_of(n) is stream)
+        moved = sum(ops.moved_bytes(n) for n in nodes if ops.stream_of(n) is stream)
         assert found[None].busy_s(stream) == 0.0
         assert moved and found[1e-5].busy_s(stream) == pytest.approx(moved / 1e4)
     assert found[1e-5].step_s > 2 * found[1e-4].step_s
