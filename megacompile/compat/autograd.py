@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections import OrderedDict
@@ -101,8 +102,12 @@ def note_backward_calls(
     """Records every call of a backward from now on, for `backward_calls`. `leaf_of` maps a tensor
     in `inputs=` to the one whose gradient autograd computes; `as_asked` maps (tensor in `inputs=`,
     that gradient) to the gradient to return."""
+    stock = torch.autograd.graph._engine_run_backward
+    if hasattr(stock, "noted"):
+        return
 
-    def run(stock: Any, t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(stock)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tuple(args[3:4] and args[3])  # torch passes them by position
         leaves = tuple(map(leaf_of, inputs))
         if any(leaf is not given for leaf, given in zip(leaves, inputs, strict=True)):
@@ -122,9 +127,9 @@ def note_backward_calls(
             call.roots = ()  # remaining references to the call hold no graph
             call.users = None
 
-    engine: Any = torch.autograd.graph
-    replace(engine, "_engine_run_backward", run)
-    torch.autograd._engine_run_backward = engine._engine_run_backward  # type: ignore[attr-defined]
+    run.noted = True  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def backward_calls() -> tuple[BackwardCall, ...]:
@@ -225,10 +230,10 @@ def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
     torch casts float32 moments of a bfloat16 parameter."""
     _STATES_KEPT.append(ours)
 
-    def policy(stock: Any, param: Any, value: Any, *others: Any, key: Any = None) -> Any:
+    def policy(stock: Any, param: Any, value: Any, of: Any, groups: Any, key: Any = None) -> Any:
         if key != "step" and any(mine(param) for mine in _STATES_KEPT):
             return value.to(device=param.device)
-        return stock(param, value, *others, key=key)
+        return stock(param, value, of, groups, key)
 
     replace(torch.optim.Optimizer, "_process_value_according_to_param_policy", policy)
 

@@ -3,7 +3,7 @@ products that accumulate in a wider dtype.
 
 The C++ of some composite operators reads sizes as ints: a graph traced with it is right for these
 sizes only. The kernels here keep sizes symbolic, and call the same operators as the C++ in the same
-order (torch's Python decompositions round differently):
+order (but for products, torch's Python decompositions round differently):
 
     aten.upsample_nearest2d.vec(x, None, [2.0, 2.0])
     -> aten.upsample_nearest2d.default(x, [2*h, 2*w], 2.0, 2.0)

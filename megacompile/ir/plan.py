@@ -168,15 +168,8 @@ class Choice:
     def computing(self) -> Choice:
         """The part that affects computation and saved tensors, without the buckets' places,
         updaters and transfer times."""
-        where = Choice()
-        return replace(
-            self,
-            places=where.places,
-            saved_on_disk=where.saved_on_disk,
-            device_update=where.device_update,
-            state_lookahead=where.state_lookahead,
-            state_delay=where.state_delay,
-        )
+        moved = replace(self, places=Places(), saved_on_disk=0, device_update=0.0)
+        return replace(moved, state_lookahead=None, state_delay=1)
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.places.resident)} buckets resident"

@@ -68,9 +68,8 @@ class Template:
     mutated: tuple[int, ...]  # primals whose new values follow the outputs
     saved: tuple[TensorMeta, ...]
     tangents: tuple[int, ...]  # outputs (then mutated inputs) whose gradient the backward takes
-    partial_gradients: tuple[
-        int, ...
-    ]  # primals whose gradient so far the backward takes after the tangents
+    # primals whose gradient so far the backward takes after the tangents
+    partial_gradients: tuple[int, ...]
     backward_inputs: tuple[int | SavedRef, ...]  # primal index or saved tensor, before the tangents
     gradients: tuple[int, ...]  # primals whose gradient the backward returns, in this order
     tangent_metas: tuple[TensorMeta, ...]  # of the tangents, then of the partial gradients

@@ -31,11 +31,9 @@ def make_plan(
     or weights on a disk. Every backward of a forward finds the same saved values on the host.
 
     Args:
-        saves: if False, nothing is kept, regardless of the choice: a backward for gradients other
-            than those that the forward was traced for has no saved tensors.
-        in_backward: the backward updates the buckets whose gradients it computes.
-        activations: "auto", "keep", "selective", "recompute" or "offload", which may override the
-            choice: all stages are kept, or all inputs wait on the host.
+        saves: if False, nothing is kept: a backward for gradients other than those that the forward
+            was traced for has no saved tensors.
+        activations: the option, which may override the choice.
         lookahead: number of stages by which an offloaded value is fetched ahead.
         cut: the stages with pieces that run in tiles; see `stages_in_tiles`.
     """

@@ -166,7 +166,8 @@ class _Part:
         return made
 
     def _copy(self, node: fx.Node, act: Act | None) -> fx.Node:
-        made = self.graph.node_copy(node, lambda n: self._value(n, act and act.cuts.get(n)))
+        cuts = act.cuts if act is not None else {}
+        made = self.graph.node_copy(node, lambda n: self._value(n, cuts.get(n)))
         if self.length is None or act is None:
             made.meta["val"] = _whole(node.meta["val"])
             return made

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
-
 from megacompile.ir.ops.op import Show, Takes, Value, named, op, short, value_bytes
 from megacompile.ir.stages import Code, Stage
 from megacompile.ir.stream import Stream
-
-
-def _copied_in_memory(node: fx.Node) -> int:
-    return 2 * value_bytes(node)
 
 
 @op(Stream.COMPUTE, named, gives=Value.POINT, begins=True, issues=False, show=Show.QUIET)
@@ -36,7 +30,7 @@ def save_rng(stage: Stage) -> Any:
     takes=(Takes(0),),
     owns=True,
     show=Show.ACTION,
-    moves=_copied_in_memory,
+    moves=lambda node: 2 * value_bytes(node),
 )
 def snapshot(tensor: Any) -> Any:
     """Copy a tensor before an in-place change, because the backward needs the old value."""
@@ -62,7 +56,7 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
     takes=(Takes(0), Takes(1)),
     fills=0,
     show=Show.ACTION,
-    moves=_copied_in_memory,
+    moves=lambda node: 2 * value_bytes(node),
 )
 def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a new value into an input that a stage changes in place (a BatchNorm statistic).
