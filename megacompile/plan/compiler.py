@@ -239,11 +239,8 @@ class SettledPlans:
 
     def schedule(self, planned: Planned, *, draft: bool = False) -> Schedule:
         """The schedule for buckets in the places that it wants; `draft` as in `plan`."""
-        wants = self.compiler.choose(planned, self.placement)
-        if wants != self.placement:
-            self.placement = wants
-            self.compiler.replan()
-        return self.compiler.plan(planned, wants, draft=draft)
+        self.placement = self.compiler.choose(planned, self.placement)
+        return self.compiler.plan(planned, self.placement, draft=draft)
 
     def choose_least(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""

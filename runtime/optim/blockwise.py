@@ -178,8 +178,8 @@ class BlockwiseTensor(torch.Tensor):
         return values.as_strided(self.shape, self.stride())
 
     def store(self, values: torch.Tensor) -> None:
-        """Quantize new values of this tensor's shape."""
-        self.settle()
+        """Quantize new values of this tensor's shape. No background work may run: `plain` has
+        waited, or the step has."""
         laid_out = torch.empty_strided(
             self.shape, self.stride(), dtype=torch.float32, device=self.codes.device
         )

@@ -348,7 +348,6 @@ def _reach(first: Update, numel: int, second: Update) -> int:
     if (
         tuple(first.hyper) != tuple(second.hyper)
         or first.seed is not None
-        or any(isinstance(state, tuple) for state in (*first.states, *second.states))
         or elements < numel
         or not second.param.numel()
     ):
@@ -362,7 +361,7 @@ def _reach(first: Update, numel: int, second: Update) -> int:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if a.dtype != b.dtype or b.data_ptr() - a.data_ptr() != elements * a.itemsize:
                 return 0
-        elif a is not b:  # one of them is None
+        elif a is not b:  # one of them is None, or 8-bit: blocks do not line up
             return 0
     return elements + second.param.numel()
 
