@@ -371,13 +371,19 @@ def test_a_child_of_a_fork_reads_and_does_not_train(tmp_path: Path) -> None:
 )
 def test_everything_comes_back(tmp_path: Path, mode: str, place: dict[str, Any]) -> None:
     """Into other memory and again, for whoever asks, with frozen parameters, and for good."""
+
+    def addresses() -> set[int]:
+        return {v.data_ptr() for of in optimizer.state.values() for v in of.values() if v.dim()}
+
     found = []
     both: list[dict[str, Any]] = [{}, place]
     for options in both:
         folder = tmp_path if options is WEIGHTS else None
         model, optimizer = trained(folder, 2, **MODES[mode], **options)
         assert bool(inside.residents(model)) == ("resident" in options)
+        before = addresses()
         with released(model):
+            assert addresses() != before or "resident" not in options, "their memory is free"
             seen = [value.clone() for _, value in full_parameters(model)]
         run(model, optimizer, 3, first=2)
         for name, param in model.named_parameters():

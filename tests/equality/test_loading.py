@@ -127,6 +127,10 @@ def test_masters_are_read_from_fewer_digits(plain: Net, tmp_path: Path) -> None:
         megacompile(half, checkpoint=tmp_path / "all")
     megacompile(half, checkpoint=Checkpoint(tmp_path / "all", cast=True))
     assert torch.equal(half.embed.weight, plain.embed.weight.bfloat16())
+    large, short = nn.Linear(1024, 1025), nn.Linear(1024, 1025, dtype=torch.bfloat16)
+    saved(large, tmp_path / "large")  # more than is read at once
+    megacompile(short, checkpoint=Checkpoint(tmp_path / "large", cast=True))
+    assert torch.equal(short.weight, large.weight.bfloat16())
     dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
     saved(plain.bfloat16(), tmp_path / "half")
     model = loaded(tmp_path / "half", **dtypes)

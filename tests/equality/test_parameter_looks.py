@@ -91,6 +91,11 @@ def thawed(layer: Layer) -> int:
     return 1 + layer.frozen.requires_grad
 
 
+def thawed_and_used(layer: Layer) -> Tensor:
+    layer.frozen.grad, layer.frozen.requires_grad = torch.ones(8, 8), True
+    return layer.frozen.sum() * 0 + 25  # nothing is rounded
+
+
 def written(layer: Layer) -> int:
     layer.frozen.detach().numpy()[0, 0] = 5.0
     return 1
@@ -118,6 +123,7 @@ ASKS: dict[str, Ask] = {
     "grad_fn": lambda m: 1 + (m.weight.grad_fn is None),
     "requires_grad": lambda m: 1 + (m.weight.requires_grad and not m.frozen.requires_grad),
     "requires_grad set": thawed,
+    "requires_grad set, and used": thawed_and_used,
     "key": lambda m: m.table.get(m.weight, 7.0),
     "copy": copied,
     "version": lambda m: m.weight._version + 1,

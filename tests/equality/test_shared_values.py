@@ -116,6 +116,9 @@ CASES = {
     "an output that is a view of an input": Case(
         lambda n, x, o: ((n.body(x) @ o.t()).sum(), o.view(-1)), lambda n, x, o, y: y[1].mul_(2)
     ),
+    "what one stage saves and another can compute from": Case(
+        lambda n, x, o: torch.tanh(n.body(n.body(x) @ o) + o).sum()
+    ),
     "what is only added": Case(lambda n, x, o: (n.body(x) + o.view(8, 8)).sum(), refused=False),
     "through .data": Case(
         lambda n, x, o: (n.body(x) @ o.t()).sum(), lambda n, x, o, y: o.data.mul_(2), refused=False

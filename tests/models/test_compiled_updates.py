@@ -104,6 +104,7 @@ def test_an_update_is_compiled_elsewhere_and_found_here(
     steady = Run(torch.float64)
     assert (steady.train(2), steady.code()) == ({"compiled to C++"}, (found + 1, made))
     steady.train(2)
+    assert Run(torch.float16).train(1) == {"torch"}, "each kind is asked for"
     another = python("-c", ANOTHER_RUN, folder=tmp_path)
     assert another.stdout == "compiled to C++, 1, 0\n", another.stderr
     values = zip(switches.values(), steady.values(), torch.load(tmp_path / "values"), strict=True)

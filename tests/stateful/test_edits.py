@@ -302,12 +302,17 @@ def test_data_that_is_set_in_each_step_is_no_flat_buffer(recwarn: pytest.Warning
 
 
 def test_masters_follow_a_parameter_that_has_another_name() -> None:
+    """Also where an update has just made the copy, and where the name is gone."""
     _, streamed = twins(nn.Sequential(nn.Linear(8, 8)), compute_dtype=torch.bfloat16)
     x = torch.rand(4, 8)
     alias = streamed[0].weight.data
+    streamed(x).sum().backward()
+    torch.optim.SGD(streamed.parameters(), lr=0.1).step()
     with torch.no_grad():
+        alias.zero_()
         before = streamed(x)
-        alias.mul_(0.0)
+        assert torch.equal(before[0], before[1]), "the bias alone"
+        alias.fill_(1.0)
         del alias
         assert not torch.equal(before, streamed(x))
 

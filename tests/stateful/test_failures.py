@@ -88,6 +88,19 @@ def test_any_op_may_fail(adding: bool) -> None:
     assert count > 20 and bool(partly) == adding, "some failed half way"
 
 
+def test_a_hook_that_fails_leaves_the_gradients_that_there_were() -> None:
+    def fail(param: Tensor) -> None:
+        raise Planted
+
+    for each in twins():
+        step(each, batch(0))
+        for param in each.parameters():
+            param.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(Planted):
+            step(each, batch(1))
+        assert all(param.grad is not None for param in each.parameters())
+
+
 def test_a_failed_step_leaves_no_tensors() -> None:
     _, model = twins()
     ops = ops_of(model)

@@ -176,12 +176,12 @@ def test_parameters_that_no_captured_code_reads_are_counted() -> None:
 
 
 def test_changes_are_tried() -> None:
-    model, _ = trained(gpu_memory="2MiB", resident=0)
+    model, _ = trained(gpu_memory="1600KiB")
     found = mc.explain(model, hardware=H200.replace(launch_s=1e-9))
     by_name = {change.name: change for change in found.changes}
     small, now = by_name["8-bit optimizer states"], found.host.needed_bytes
     assert small.host_bytes is not None and small.host_bytes < now
-    assert by_name["twice the device memory"].gain is not None
+    assert (by_name["twice the device memory"].gain or 0) > 0, "nothing is streamed"
     gains = [change.gain for change in found.changes if change.gain is not None]
     assert gains == sorted(gains, reverse=True)
     backward = by_name["update in the backward"]
