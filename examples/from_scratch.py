@@ -124,7 +124,7 @@ class Bucket:
     are views of the buffers, so any optimizer can step on them."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params, self.shapes = params, [p.shape for p in params]
+        self.shapes = [p.shape for p in params]
         pin = DEVICE.type == "cuda"  # only copies of page-locked memory overlap computes
         numel = sum(p.numel() for p in params)
         self.flat, self.grads = (torch.zeros(numel, pin_memory=pin) for _ in range(2))

@@ -94,6 +94,7 @@ def test_the_wheel_has_every_module(wheel: Path) -> None:
         version = message_from_bytes(archive.read(header))["Version"]
     assert names == {*wanted, "megacompile/py.typed"}
     assert version == megacompile.__version__
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.thorough
