@@ -62,6 +62,7 @@ def test_overlaps_are_those_of_what_is_changed() -> None:
     tokens, x = text(), torch.ones(4)
     args = [tokens[:, :-1], x, tokens[:, 1:], x[:2]]
     assert overlaps(args, frozenset({2}), []) == ((0, 2),)
+    assert overlaps([x, x[1:2], x[3:]], frozenset({2}), []) == ((0, 1, 2),), "within the first"
     assert overlaps(args, frozenset(), []) == ()
     assert overlaps(args, frozenset({3}), []) == ((3, 1),)
 
