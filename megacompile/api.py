@@ -25,7 +25,6 @@ from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.methods import ModuleCall, replace_methods
-from megacompile.runtime.model.start import ranks_that_share
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
 from megacompile.validate import (
     check_model,
@@ -170,7 +169,7 @@ def megacompile(
         model = cast("M", compat.without_torch_compile(model))
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
         return _make(model, options, checkpoint, None)  # only checks: nothing is compiled
-    ranks = ranks_that_share(options)
+    ranks = Ranks.that_share(options.mesh, options.device)
     if ranks is None:
         return _make(model, options, checkpoint, None)
     with ranks.together(f"megacompile() of {type(model).__name__}"):

@@ -28,14 +28,16 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import CheckpointError
 from megacompile.progress import bar
-from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.files import Entry, Reader, entries_of, wait
-from megacompile.runtime.checkpoint.hugging_face import Group, conversion, left_in
 from megacompile.runtime.checkpoint.initialize import (
+    Group,
     check_initializers,
+    conversion,
     give_memory,
     initialize,
+    left_in,
     refuse_stray,
+    tie,
 )
 from megacompile.runtime.device.ranks import Ranks
 
@@ -202,7 +204,7 @@ class Contents:
         self.ranks: Ranks | None = None  # the ranks that share the parameters
         self.shared: set[int] = set()  # ids of the sharded parameters
         if on_meta(model):
-            hugging_face.tie(model)
+            tie(model)
             refuse_stray(model)
         found = [] if checkpoint is None else match(model, checkpoint)
         self.sources = {id(t): source for source in found for t in source.tensors.values()}

@@ -29,8 +29,8 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import CheckpointError, OptionError
 from megacompile.option_values import parse_bytes
-from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.files import DTYPES, INCOMPLETE, SHARD, WEIGHTS, library
+from megacompile.runtime.checkpoint.initialize import is_pretrained, left_in, reverted
 from megacompile.runtime.device.ranks import ranks_of
 from megacompile.text import format_bytes
 
@@ -169,16 +169,16 @@ class _Saving:
                 )
             found.setdefault(id(value), (name, value.detach()))  # waits for updates in flight
         every = dict(found.values())
-        names = hugging_face.left_in(model, every, "_keys_to_ignore_on_save")
+        names = left_in(model, every, "_keys_to_ignore_on_save")
         tensors.update({name: every[name] for name in names})
         self.looks = dict(tensors)
-        if not hugging_face.is_pretrained(model):
+        if not is_pretrained(model):
             return
         metas = {
             name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
             for name, t in tensors.items()
         }
-        at_once = hugging_face.reverted(model, metas)
+        at_once = reverted(model, metas)
         if all(made is metas.get(name) for name, made in at_once.items()):
             return
         self.looks = {}
@@ -186,7 +186,7 @@ class _Saving:
             if at_once.get(name) is meta:
                 self.looks[name] = tensors[name]
             else:
-                made = hugging_face.reverted(model, {name: meta})
+                made = reverted(model, {name: meta})
                 self.looks |= made
                 self._source |= dict.fromkeys(made, name)
         if _described(self.looks) != _described(at_once):  # some are computed from several
@@ -196,7 +196,7 @@ class _Saving:
                     "from several parameters, and ranks that share it (mesh=) gather one at a "
                     "time; save with torch.distributed.checkpoint"
                 )
-            self._source, self.looks = {}, hugging_face.reverted(model, dict(tensors))
+            self._source, self.looks = {}, reverted(model, dict(tensors))
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor of the checkpoint. `looks` lists those from one tensor of the model
@@ -208,7 +208,7 @@ class _Saving:
             return self._whole(self.looks[name])
         if not self._last[0]:
             gathered = {source: self._whole(self._tensors[source])}
-            self._last = (source, hugging_face.reverted(self._model, gathered))
+            self._last = (source, reverted(self._model, gathered))
         return self._last[1][name]
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -349,7 +349,7 @@ def _sync(path: Path) -> None:
 def _write_configs(model: Any, folder: Path) -> None:
     """Write the configs that `from_pretrained` needs, if it is a transformers model."""
     folder.mkdir()
-    if hugging_face.is_pretrained(model) and hasattr(model.config, "save_pretrained"):
+    if is_pretrained(model) and hasattr(model.config, "save_pretrained"):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.save_pretrained(folder)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, errors
+from megacompile import compat, errors, notices
 from megacompile.cost.rank_rates import all_gather_object
 from megacompile.errors import MegacompileError, RankError
 from megacompile.ir.buckets import Bucket, shard_shape
@@ -67,6 +67,20 @@ class Ranks:
                 compat.serve_the_host(mesh.get_group(dim), device)
         rank, replicas = mesh.get_local_rank(shards), mesh.size() // count
         return Ranks(mesh, device, rank, count, replicas, groups, agreement)
+
+    @staticmethod
+    def that_share(mesh: object, device: torch.device) -> Ranks | None:
+        """The ranks of the option `mesh`, if they run; warnings are then shown in the first one.
+        All of them call this."""
+        if not isinstance(mesh, DeviceMesh):
+            return None
+        ranks, world = Ranks.of(mesh, device), dist.group.WORLD
+        notices.in_rank(
+            mesh.get_rank(),
+            is_first=ranks.is_first,
+            is_there=lambda: dist.group.WORLD is world is not None,
+        )
+        return ranks
 
     @property
     def group(self) -> Any:

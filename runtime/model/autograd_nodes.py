@@ -1,4 +1,5 @@
-"""The autograd nodes that connect a program to the user's graph: one per captured graph, and gates.
+"""The autograd nodes that connect a program to the user's graph: one per captured graph, and gates;
+and the tensors that must not change before their backward.
 
 The node's forward runs the forward schedule, its backward runs the backward schedule. The
 parameters are inputs of the gates, which return their gradients after the node's backward:
@@ -14,8 +15,8 @@ from the parameter that is used last to the one that is used first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -114,3 +115,110 @@ def warn_of_hooks(
                 "its changes do not reach them (numbers differ from the plain model's; shown "
                 "once); call torch._dynamo.graph_break() after the line that computes it"
             )
+
+
+# Saved values that alias other memory, which may change in place before the backward runs.
+#
+# A saved value may alias a tensor outside of the program: an input (a batch, a buffer, any tensor
+# that the model reads), an output, or a constant of a stage's code. The version counter of that
+# tensor is recorded, as autograd does for saved tensors. The saved value's own counter is useless:
+# a view made by compiled code has a separate version counter.
+#
+# For inputs that the forward changes, the version from before the forward counts, so the forward's
+# own change is detected too. Another input may share a version counter with a changed input, as a
+# view of the same tensor, without sharing elements (inputs that share elements are views of one
+# base): its version is taken at the end of the forward. Copies (on the host, on a disk, or made
+# ahead of such a change) belong to the backward and stay valid whatever happens to the original. So
+# do values that the plain model's backward would not keep: a mask of which only a copy is used, or
+# the inputs of a recompute. They are copied if they are small.
+
+SMALL_BYTES = 2**20  # negligible in a memory plan
+
+
+class Source(NamedTuple):
+    """A tensor that lives outside of a program, and its version at a forward."""
+
+    what: str  # its name in errors
+    tensor: torch.Tensor
+    version: int
+    names: frozenset[str]  # of the saved values in its memory
+
+
+class Readings(NamedTuple):
+    """The tensors that a forward reads and whose versions are recorded before it."""
+
+    inputs: dict[str, torch.Tensor]  # inputs that the forward changes in place
+    constants: Mapping[str, torch.Tensor]
+    versions: list[int]  # versions of the inputs, then of the constants
+
+    @classmethod
+    def of(
+        cls, inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], names: Iterable[str]
+    ) -> Readings:
+        """Record versions before a forward, which changes the inputs `names` in place."""
+        found = {k: v for k in names if isinstance(v := inputs.get(k), torch.Tensor)}
+        return cls(found, constants, _versions([*found.values(), *constants.values()]))
+
+
+def shared(
+    saved_values: dict[str, Any],
+    before: Readings,  # recorded before the forward
+    inputs: Mapping[str, Any],  # of the forward
+    outputs: Iterable[Any],
+    # saved values that the plain model's backward would not keep, so changes to them are allowed
+    borrowed: Collection[str] = (),
+) -> list[Source]:
+    """The sources that must not change between a forward and its backward.
+
+    Saved values that alias other tensors become separate tensor objects: autograd sets an output's
+    grad_fn, and the node holds the saved values.
+    """
+    saved = {k: value for k, value in saved_values.items() if isinstance(value, torch.Tensor)}
+    memories = dict(zip(saved, _memories(saved.values()), strict=True))
+    given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    left = [value for value in outputs if isinstance(value, torch.Tensor)]
+    unchanged = {name: value for name, value in given.items() if name not in before.inputs}
+    named = {**unchanged, **before.inputs}
+    every = [*named.values(), *before.constants.values(), *left]
+    places = _memories(every)
+    met = {*memories.values()}.intersection(places)
+    met.discard(0)  # tensors without elements
+    if not met and not before.constants:
+        return []
+    touched = met.intersection(_memories(before.inputs.values()))
+    names_in: dict[int, set[str]] = {}  # names of saved values, by memory
+    themselves: set[str] = set()  # inputs that are saved without a copy
+    for name, memory in memories.items():
+        if memory not in met:
+            continue
+        value = saved[name]
+        if name in borrowed and memory not in touched and value.nbytes <= SMALL_BYTES:
+            saved_values[name] = value.detach().clone()
+            continue
+        saved_values[name] = value.detach()
+        if name in given:
+            themselves.add(name)
+        else:
+            names_in.setdefault(memory, set()).add(name)
+    whats = [(f"input {name}", {name} & themselves) for name in named]
+    whats += [("a constant", {name}) for name in before.constants]
+    whats += [("an output", set())] * len(left)
+    versions = [*_versions(unchanged.values()), *before.versions, *_versions(left)]
+    kept: list[Source] = []
+    for (what, own), tensor, version, memory in zip(whats, every, versions, places, strict=True):
+        if names := own | names_in.get(memory, set()):
+            tensor = tensor.detach() if what == "an output" else tensor  # without its graph
+            kept.append(Source(what, tensor, version, frozenset(names)))
+    return kept
+
+
+def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+    """The version of each source; -1 in inference mode, which a backward refuses anyway."""
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return [-1 if t.is_inference() else compat.version(t) for t in tensors]
+    return list(map(compat.version, tensors))
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The addresses of all storages, quickly: there are hundreds, in every step."""
+    return list(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))

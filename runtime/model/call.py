@@ -23,11 +23,13 @@ from megacompile.runtime.device.pool import converted
 from megacompile.runtime.model.autograd_nodes import (
     CapturedNode,
     Gate,
+    Readings,
+    Source,
     accumulate_nodes,
+    shared,
     warn_of_hooks,
 )
 from megacompile.runtime.model.program import Program, first_line
-from megacompile.runtime.model.shared_values import Readings, Source, shared
 from megacompile.runtime.ops.compute import random_state, set_random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine

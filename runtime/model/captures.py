@@ -34,8 +34,8 @@ from megacompile.runtime.model.captured import Backoff, CapturedGraph
 from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.program import MovesFirst, compiling, first_line
 from megacompile.runtime.ops.compute import random_state, set_random_state
-from megacompile.runtime.params.eager_notice import share, untraced_text
-from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.params.eager_notice import untraced_text
+from megacompile.runtime.params.swap import Undos, undone
 from megacompile.runtime.step.step import Updates
 from megacompile.text import printable
 
@@ -77,9 +77,6 @@ class Captures:
         self._took_s: deque[float] = deque(maxlen=16)  # per call; 0 if it captured nothing
         # attempts to capture, and calls without gradients that made programs
         self._functions = WeakKeyDictionary[Compiled, tuple[Backoff, Backoff]]()
-        self._programs: list[int] = []  # ids of the programs at the last step
-        self._read: set[int] = set()  # ids of parameters read by any schedule
-        self._said_outside = False
 
     def add(self, module: fx.GraphModule) -> CapturedGraph:
         """Add a graph that Dynamo has captured."""
@@ -254,21 +251,9 @@ class Captures:
         if lacking is not None and plans.placement == placement:
             raise lacking
 
-    def warn_of_outside_uses(self) -> None:
-        """Warn, at a step, of uses of parameters outside of every schedule, once: a view that the
-        last forward has kept, and gradients from code outside of calls. A call of a module in the
-        model is scheduled. Its other methods, and losses that read parameters, are not: they
-        compute where the parameter is, and the runtime sees only their gradients."""
-        programs = [program for graph in self.graphs for program in graph.programs.values()]
-        if (ids := list(map(id, programs))) != self._programs:
-            self._programs = ids
-            for key, index in [
-                place for program in programs if program for place in program.places
-            ]:
-                if key in self.machine.buckets:
-                    params = self.machine.buckets[key].params
-                    self._read.update(map(id, params[index : index + 1]))
-        for program in programs:
+    def warn_of_views(self) -> None:
+        """Warn, at a step, of a view of a parameter that the last forward has kept, once."""
+        for program in (program for graph in self.graphs for program in graph.programs.values()):
             for view, name in program.views if program is not None else ():
                 if view() is not None and notices.is_new("a view", self):
                     notices.warn(
@@ -277,24 +262,3 @@ class Captures:
                         "parameter, not the copy (shown once); read "
                         f"model.get_parameter({name!r}) where the view is used"
                     )
-        if self.buckets.notice.used or None in programs or self._said_outside:
-            return  # code in eager mode has its own warning
-        for bucket in self.machine.buckets.values():
-            for param in bucket.params:
-                if param.grad is not None and id(param) not in self._read:
-                    self._warn_of_gradients()
-                    return
-
-    def _warn_of_gradients(self) -> None:
-        self._said_outside = True
-        params = [p for b in self.machine.buckets.values() for p in b.params]
-        outside = {id(p) for p in params if p.grad is not None and id(p) not in self._read}
-        name = next(name for name, param in self.model.named_parameters() if id(param) in outside)
-        module = name.rpartition(".")[0]
-        call = f"model.{module}(...)" if module else "model(...)"
-        notices.warn(
-            f"megacompile: {share(params, outside)} of {self._name} have gradients that no "
-            f"schedule has computed, {name!r} first: code outside of every call used them, on the "
-            f"device where they are stored (slower, same numbers; shown once); write {call}, not "
-            ".forward(...) or the parameter itself, or move that code into a module's forward"
-        )

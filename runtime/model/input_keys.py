@@ -25,6 +25,7 @@ import torch
 
 from megacompile import compat, packed
 from megacompile.errors import UnsupportedGraphError
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import (
     Ambient,
     ConstantInput,
@@ -37,10 +38,10 @@ from megacompile.ir.capture import (
 )
 from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta, Values, is_size, kind_of
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.model.start import Place
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.shared_memory import memory_of
 
+Place = Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
 _NUMBERS = (int, float, bool)
 
 

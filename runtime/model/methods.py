@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.runtime.model import loops
-from megacompile.runtime.params.undo import exchange, undone
+from megacompile.runtime.params.swap import exchange, undone
 
 
 class Replacement:

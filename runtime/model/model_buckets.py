@@ -30,6 +30,7 @@ from megacompile.runtime.device.buffers import TRIM_BYTES, trim_heap
 from megacompile.runtime.model import sharding, start
 from megacompile.runtime.model.ddp_checks import DdpChecks, refuse_moves
 from megacompile.runtime.model.program import Plans
+from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.guards import unguarded
@@ -47,8 +48,7 @@ from megacompile.runtime.params.shared_memory import (
     warn_of_aliases,
     with_aliases,
 )
-from megacompile.runtime.params.swap import Proxies
-from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.params.swap import Proxies, Undos, undone
 from megacompile.validate import check_model
 
 
@@ -67,7 +67,7 @@ class ModelBuckets:
         self.ddp = DdpChecks(model, options)
         self._places: dict[int, tuple[Bucket, int]] = {}  # parameter id -> bucket, index
         # a pending backward holds the places, but not the model
-        self.machine = start.machine_of(options, functools.partial(_place, self._places))
+        self.machine = Machine(options, functools.partial(_place, self._places))
         ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import compat
-from megacompile.runtime.params.undo import Undos, replace
+from megacompile.runtime.params.swap import Undos, replace
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _HERE = threading.local()  # `on`: True while this thread calls a model

@@ -1,80 +1,19 @@
-"""The machine of a model, and the placement of its parameters before the first plan."""
+"""The placement of a model's parameters before the first plan."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, notices, numa
+from megacompile import compat
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.rank_rates import host_of_rank
-from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.buckets import Unit
 from megacompile.ir.plan import first_to_disk
-from megacompile.options import Lowering, Options
-from megacompile.runtime.device.buffers import HostBudget
-from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.device.replay import CudaGraphs
-from megacompile.runtime.device.streams import DeviceSlots, Streams
+from megacompile.options import Options
 from megacompile.runtime.disk import Disk
-from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.parameter_gradients import Gradients
-from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.updates.on_device import DeviceUpdates
-
-Place = Callable[[StreamedParameter], tuple[Bucket, int]]
-
-
-def machine_of(options: Options, place: Place) -> Machine:
-    """Create the machine of a model without buckets. All ranks that share the model call this."""
-    node, ranks = numa.node_of(options.device), ranks_that_share(options)
-    streams, disk = Streams(options.device), None
-    if options.disk is not None:
-        disk = Disk(options.disk, limit_bytes=options.disk_memory)
-    seed: Callable[[], int] = torch.initial_seed
-    processes = 1  # on the node
-    if ranks is not None:
-        first: int = ranks.all_gather_object(torch.initial_seed())[0]
-        seed = functools.partial(int, first)  # replicas of the same rows round alike
-        if options.device.type == "cuda":
-            mine = (*host_of_rank(), None if node is None else node.number)
-            processes = ranks.all_gather_object(mine).count(mine)
-    return Machine(
-        device=options.device,
-        streams=streams,
-        slots=DeviceSlots(options.device),
-        buckets={},
-        gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER, ranks=ranks),
-        place=place,
-        device_update=DeviceUpdates(streams),
-        graphs=CudaGraphs(options.device) if options.device.type == "cuda" else None,
-        detect_anomaly=options.detect_anomaly,
-        progress=options.progress,
-        disk=disk,
-        host_budget=HostBudget(options.host_memory, node),
-        update_cores=numa.cores_of_updates(node, torch.get_num_threads(), processes),
-        ranks=ranks,
-        seed=seed,
-    )
-
-
-def ranks_that_share(options: Options) -> Ranks | None:
-    """The ranks that share a running model; all of them call this."""
-    mesh = options.mesh
-    if not isinstance(mesh, DeviceMesh):
-        return None
-    ranks, world = Ranks.of(mesh, options.device), dist.group.WORLD
-    notices.in_rank(
-        mesh.get_rank(),
-        is_first=ranks.is_first,
-        is_there=lambda: dist.group.WORLD is world is not None,
-    )
-    return ranks
 
 
 def first_that_fit(

@@ -33,14 +33,20 @@ from megacompile.runtime.model.methods import (
     State,
 )
 from megacompile.runtime.model.model_buckets import ModelBuckets
-from megacompile.runtime.model.released import Released
+from megacompile.runtime.model.restore import Released
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.looks import parameter_of
 from megacompile.runtime.params.proxies import StreamedParameter, as_gradient_of
-from megacompile.runtime.params.swap import StandIns
-from megacompile.runtime.params.undo import Undos, hold, replace, undone, use_unguarded
+from megacompile.runtime.params.swap import (
+    StandIns,
+    Undos,
+    hold,
+    replace,
+    undone,
+    use_unguarded,
+)
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
@@ -220,7 +226,7 @@ class StreamedModel:
         if self.released.depth or self.released.away:
             self.released.check()
         self.buckets.before_step()
-        self.captures.warn_of_outside_uses()
+        self.captures.warn_of_views()
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
         """Adopt changes; returns the tensors of a functional call."""

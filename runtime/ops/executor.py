@@ -32,7 +32,7 @@ from megacompile.runtime.ops.compute import ComputeOps, UpdateOps
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.ops.streaming import StreamingOps
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.undo import Undos, hold, undone
+from megacompile.runtime.params.swap import Undos, hold, undone
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
 

@@ -3,21 +3,23 @@ base class of ops, which issue their work on a stream after its waits."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, numa
+from megacompile.cost.rank_rates import host_of_rank
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
+from megacompile.options import Lowering, Options
 from megacompile.runtime.device.background import Background, WeakIdSet
 from megacompile.runtime.device.buffers import HostBudget
 from megacompile.runtime.device.pool import BufferPool, SavedDisk
@@ -47,57 +49,71 @@ class Deferred(NamedTuple):
     forget: Callable[[], None]  # called when it is freed
 
 
-@dataclass(slots=True)
 class Machine:
-    """The state that all schedules of one model share."""
+    """The state that all schedules of one model share. Without buckets at first; all ranks that
+    share the model create it together."""
 
-    device: torch.device
-    streams: Streams
-    slots: DeviceSlots
-    buckets: dict[int, HostBucket]  # by key
-    gradients: Gradients
-    place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
-    device_update: DeviceUpdates  # for optimizer.step() on the device
-    in_backward: InBackward | None = None  # for updates in the backward
-    accumulating: bool = False  # inside `megacompile.accumulate()`
-    run: GradientRun | None = None  # where the current backward's gradients go
-    pending: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # pending backwards
-    links: WeakIdSet[Any] = field(default_factory=WeakIdSet)  # in autograd graphs of eager code
-    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # (value, the copy that reads it)
-    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
-    trained: list[weakref.ref[Any]] = field(default_factory=list)
-    """The executors whose backwards ran since the last step, newest first; after a step, those that
-    it used, until the next backward."""
-    stepped: bool = False  # True from a step to the next backward
-    steps: int = 0  # number of optimizer steps started on its parameters
-    assigned: int = 0  # number of in-place updates of inputs by schedules so far
-    deferred: list[Deferred] = field(default_factory=list)  # until a drain, or their copies' end
-    staging: Staging | None = field(init=False)  # staging memory of data on a disk
-    host_updates: Workers = field(init=False)
-    copies: Background = field(init=False)  # copies the results of device updates to the host
-    graphs: CudaGraphs | None = None  # captures code, if the device supports it
-    replays: weakref.WeakSet[Replay] = field(default_factory=weakref.WeakSet)
-    tracer: Tracer | None = None  # while a trace of the model is on
-    disk: Disk | None = None  # the disk with the states of streamed buckets, if any
-    host_budget: HostBudget = field(default_factory=HostBudget)  # allocates all host buffers
-    update_cores: frozenset[int] = frozenset()  # cores for host updates; empty: any
-    ranks: Ranks | None = None  # the processes that share the model
-    seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
-    detect_anomaly: bool = False  # True if NaN or inf in a gradient is an error
-    code: CodeCounts = field(default_factory=CodeCounts)  # of the schedules' stages
-    progress: bool | None = False  # as the option
-    running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
-    activations: BufferPool = field(init=False)  # host memory of offloaded saved tensors
-    saved_disk: SavedDisk | None = field(init=False)  # the disk for these tensors
-
-    def __post_init__(self) -> None:
-        self.activations = BufferPool(self.device, self.host_budget)
-        self.staging = self.saved_disk = None
-        if self.disk is not None:
+    def __init__(
+        self,
+        options: Options,
+        place: Callable[[StreamedParameter], tuple[Bucket, int]],  # a parameter's bucket and index
+    ) -> None:
+        self.device = device = options.device
+        self.place = place
+        on_gpu = device.type == "cuda"
+        node = numa.node_of(device)
+        self.ranks = Ranks.that_share(options.mesh, device)  # the processes that share the model
+        self.seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
+        processes = 1  # on the node
+        if self.ranks is not None:
+            first: int = self.ranks.all_gather_object(torch.initial_seed())[0]
+            self.seed = functools.partial(int, first)  # replicas of the same rows round alike
+            if on_gpu:
+                mine = (*host_of_rank(), None if node is None else node.number)
+                processes = self.ranks.all_gather_object(mine).count(mine)
+        # memory and threads
+        self.host_budget = HostBudget(options.host_memory, node)  # allocates all host buffers
+        self.disk = None  # the disk with the states of streamed buckets, if any
+        self.staging = None  # staging memory of data on a disk
+        self.activations = BufferPool(device, self.host_budget)  # offloaded saved tensors
+        self.saved_disk = None  # the disk for these tensors
+        if options.disk is not None:
+            self.disk = Disk(options.disk, limit_bytes=options.disk_memory)
             self.saved_disk = SavedDisk(self.disk, self.activations)
-            self.staging = Staging(self.disk, self.device, self.host_budget)
-        self.host_updates = Workers(self.device, self.update_cores)
-        self.copies = Background("megacompile-offload")
+            self.staging = Staging(self.disk, device, self.host_budget)
+        cores = numa.cores_of_updates(node, torch.get_num_threads(), processes)
+        self.host_updates = Workers(device, cores)
+        self.copies = Background("megacompile-offload")  # results of device updates to the host
+        # the device
+        self.streams, self.slots = Streams(device), DeviceSlots(device)
+        self.graphs = CudaGraphs(device) if on_gpu else None  # captures code, if the device can
+        self.replays: weakref.WeakSet[Replay] = weakref.WeakSet()
+        self.alive: list[tuple[Any, Handle]] = []  # values, and the copies that read them
+        self.deferred: list[Deferred] = []  # until a drain, or their copies' end
+        # parameters, gradients and updates
+        self.buckets: dict[int, HostBucket] = {}  # by key
+        exact = options.lowering is Lowering.EAGER
+        self.gradients = Gradients(self.streams, exact=exact, ranks=self.ranks)
+        self.device_update = DeviceUpdates(self.streams)  # for optimizer.step() on the device
+        self.in_backward: InBackward | None = None  # for updates in the backward
+        # calls and steps
+        self.running = threading.RLock()  # one schedule at a time
+        self.pending: WeakIdSet[Any] = WeakIdSet()  # pending backwards
+        self.links: WeakIdSet[Any] = WeakIdSet()  # in autograd graphs of eager code
+        self.run: GradientRun | None = None  # where the current backward's gradients go
+        self.accumulating = False  # inside `megacompile.accumulate()`
+        self.order: list[int] = []  # bucket keys, as the last forward read them
+        # the executors whose backwards ran since the last step, newest first; after a step, those
+        # that it used, until the next backward
+        self.trained: list[weakref.ref[Any]] = []
+        self.stepped = False  # True from a step to the next backward
+        self.steps = 0  # number of optimizer steps started on its parameters
+        self.assigned = 0  # number of in-place updates of inputs by schedules so far
+        # what the user sees
+        self.tracer: Tracer | None = None  # while a trace of the model is on
+        self.detect_anomaly = options.detect_anomaly  # True: NaN or inf in a gradient is an error
+        self.code = CodeCounts()  # of the schedules' stages
+        self.progress = options.progress
 
     @property
     def more_backwards(self) -> bool:

@@ -297,15 +297,6 @@ def switched_off() -> None:
         model(X)
 
 
-def used(loss: Callable[[Any], Tensor]) -> None:
-    model = on_cpu(Breaks())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def moved() -> None:
     model = on_cpu()
     assert model.to("cpu") is model and model.cpu().float() is model, "says nothing"
@@ -328,11 +319,6 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
      "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
      "once): capture is disabled by torch.compiler.set_stance('force_eager'); leave that "
      "out"),
-    "a forward that is called itself": (lambda: used(lambda m: m.b.forward(m.a(X)).sum()),
-     "megacompile: 1 of 2 parameters (768 B of 1 KiB, 75 %) of Breaks have gradients that no "
-     "schedule has computed, 'b.weight' first: code outside of every call used them, on the "
-     "device where they are stored (slower, same numbers; shown once); write model.b(...), not "
-     ".forward(...) or the parameter itself, or move that code into a module's forward"),
     "moved": (moved,
      "megacompile: parameters stay in host memory and are streamed to the device; "
      "model.to(device) moved only buffers (shown once)"),

@@ -121,13 +121,6 @@ class Breaks(Net):
         return in_eager(self.b, self.a(x))
 
 
-def outside(model: Any) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it wraps `optimizer.step`
-    (model.a(torch.ones(2, 8)).sum() + model.b.weight.square().sum()).backward()
-    optimizer.step()  # the line
-
-
 def shared(model: nn.Module) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -145,7 +138,6 @@ def called(model: nn.Module) -> None:
 
 
 CASES: dict[Callable[[nn.Module], None], str] = {
-    outside: "no schedule",
     shared: "shares its memory",
     compiled: "compile()",
     called: "eager mode",
