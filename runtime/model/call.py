@@ -33,7 +33,6 @@ from megacompile.runtime.model.program import Program, first_line
 from megacompile.runtime.ops.compute import random_state, set_random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.backward_pass import Others
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.parameter_gradients import Users, users_of
 from megacompile.runtime.params.proxies import Link, StreamedParameter
@@ -341,27 +340,17 @@ class Call:
         asked = run.not_accumulated()
         if asked.issuperset(self.places):
             return False  # torch.autograd.grad()
-        for places, why in (
-            (asked, "the gradient of {!r} is requested by a hook, or by backward(inputs=...)"),
-            (
-                run.used_by(Others.CODE),
-                "{!r} is also used outside of the model in this backward, so part of its gradient "
-                "comes from there",
-            ),
-            (
-                run.used_by(Others.GRAPHS),
-                "{!r} gets its gradient in several parts in this backward: the model, or a module "
-                "in it, was called twice, or a graph break lets two captured graphs use it",
-            ),
-        ):
-            if places:
-                key, index = min(places)
-                name = self.machine.buckets[key].layout.params[index].name
-                raise self._refused(
-                    f"{why.format(name)}, but gradients never leave the device if the backward "
-                    "updates; leave out optimizer= of megacompile(), or put this backward into "
-                    "`with megacompile.accumulate(model):`"
-                )
+        if run.unusual:
+            key, index = min(run.unusual)
+            name = self.machine.buckets[key].layout.params[index].name
+            raise self._refused(
+                f"the gradient of {name!r} is requested by a hook or by backward(inputs=...), or "
+                "it comes in several parts in this backward: it is also used outside of the model, "
+                "the model or a module in it was called twice, or a graph break lets two captured "
+                "graphs use it; but gradients never leave the device if the backward updates; "
+                "leave out optimizer= of megacompile(), or put this backward into `with "
+                "megacompile.accumulate(model):`"
+            )
         return True
 
     def _refused(self, why: str) -> BackwardError:

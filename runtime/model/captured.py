@@ -17,7 +17,7 @@ from torch import fx
 
 from megacompile import compat, garbage, log, notices, progress
 from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
-from megacompile.ir.capture import Ambient, Capture, GraphInput, PackedInput
+from megacompile.ir.capture import Ambient, Capture, GraphInput
 from megacompile.runtime.model.call import run
 from megacompile.runtime.model.input_keys import (
     PLAIN,
@@ -322,16 +322,10 @@ class CapturedGraph:
             with self._building():
                 program = self._divided(ambient, kinds)
                 self.changed |= program.changed
-                if overlaps := self._overlaps(args):
-                    each = (
-                        [node.name] * (len(item.parts) if isinstance(item, PackedInput) else 1)
-                        for node, item in program.capture.bound.items()
-                    )
-                    inputs = [name for names in each for name in names]
-                    names = " and ".join(inputs[position] for position in overlaps[0])
+                if self._overlaps(args):
                     raise UnsupportedGraphError(
-                        f"inputs {names} share memory, with a parameter or one another, and one is "
-                        "changed in place; pass copies (.clone())"
+                        "inputs share memory, with a parameter or one another, and one is changed "
+                        "in place; pass copies (.clone())"
                     )
                 self._plan(program)
         except UnsupportedGraphError as error:

@@ -170,7 +170,8 @@ def refuse_moves(model: nn.Module, on_device: Collection[int], device: str) -> N
 
 def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     """Check the megacompiled models in a DDP before its construction. Returns True if this has
-    constructed it, as a `PassThrough`."""
+    constructed it, as a `PassThrough`. Raises a ModelError if such a wrapper would have to do more
+    than call a model that ranks share."""
     inside = _megacompiled_in(given["module"])
     shared = [(each, each.mesh) for each in inside if isinstance(each.mesh, DeviceMesh)]
     if not shared:
@@ -178,13 +179,33 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
             each.check_wrap(given["module"], given)
         return False
     params = {id(param) for each, _ in shared for param in each.model.parameters()}
-    names = ", ".join(each.name for each, _ in shared)
-    for _, mesh in shared:
-        _refuse_other_wraps(type(ddp), names, given, params, mesh)
+    device_mesh, group = given.get("device_mesh"), given.get("process_group") or dist.group.WORLD
+    group = group if device_mesh is None else device_mesh.get_group()
+    reduces = sorted(dist.get_process_group_ranks(group))
+    got = [] if type(ddp) is DistributedDataParallel else [type(ddp).__name__]
+    got += [f"{option}=" for option in _OTHERWISE if given.get(option) is not None]
+    got += [
+        f"parameter {name!r} outside of it"
+        for name, param in given["module"].named_parameters()
+        if param.requires_grad and id(param) not in params
+    ]
+    got += [
+        f"ranks {reduces} instead of {sorted(global_ranks(mesh))}"
+        for _, mesh in shared
+        if sorted(global_ranks(mesh)) != reduces
+    ]
+    if got:
+        raise ModelError(
+            f"DistributedDataParallel(): ranks share {', '.join(each.name for each, _ in shared)} "
+            f"(mesh=), so gradients are already averaged, and it only calls the module; got "
+            f"{got[0]}; needed DistributedDataParallel itself, without {' and '.join(_OTHERWISE)}, "
+            "around the module that has all trained parameters, with the ranks of the mesh; or "
+            "leave it out"
+        )
     ddp.__class__ = PassThrough
     assert isinstance(ddp, PassThrough)
     first, mesh = shared[0]
-    ddp.become(given, Ranks.of(mesh, first.options.device))  # of all meshes
+    ddp.become(given["module"], group, given, Ranks.of(mesh, first.options.device))  # of all meshes
     return True
 
 
@@ -239,12 +260,10 @@ class PassThrough(DistributedDataParallel):
         state dicts  are whole in every rank (`loops`): the loop's first rank saves them
     """
 
-    def become(self, given: Mapping[str, Any], ranks: Ranks) -> None:
+    def become(self, module: nn.Module, group: Any, given: Mapping[str, Any], ranks: Ranks) -> None:
         """Wrap a module, with the arguments of DistributedDataParallel."""
         nn.Module.__init__(self)
-        self.module = module = given["module"]
-        self.process_group = _group_of(given)
-        self.ranks = ranks
+        self.module, self.process_group, self.ranks = module, group, ranks
         self.device_ids = None
         self.reducer: Any = _Nothing()
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -266,13 +285,14 @@ class PassThrough(DistributedDataParallel):
         self.require_forward_param_sync = synced  # same attribute as DistributedDataParallel
         return found
 
-    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
-        """Raise a ModelError."""
-        raise _refused("register_comm_hook()", "no gradients pass through it")
+    def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise a ModelError: gradients do not pass, and each rank has rows of every layer."""
+        raise ModelError(
+            "DistributedDataParallel: register_comm_hook() and join() do not work around a model "
+            "that ranks share (mesh=), whose gradients and layers it does not see; leave them out"
+        )
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a ModelError: each rank has rows of every layer."""
-        raise _refused("join()", "a rank without inputs would stop the others")
+    join = register_comm_hook
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Do nothing; Lightning calls it at the end."""
@@ -287,48 +307,3 @@ class _Nothing:
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
         del outputs
-
-
-def _refuse_other_wraps(
-    kind: type, names: str, given: Mapping[str, Any], shared: Collection[int], mesh: DeviceMesh
-) -> None:
-    """Raise a ModelError if a wrapper of class `kind`, with these arguments, would have to do more
-    than call a model that ranks share. `shared` are the ids of the parameters of the models in
-    `names`."""
-    where = f"DistributedDataParallel(): ranks share {names} (mesh=)"
-    if kind is not DistributedDataParallel:
-        raise ModelError(f"{where}, so gradients are already averaged; leave {kind.__name__} out")
-    for option in _OTHERWISE:
-        if given.get(option) is not None:
-            raise ModelError(
-                f"{where}, so gradients are already averaged, and {option}= has no effect; "
-                "leave DistributedDataParallel out, or the option"
-            )
-    module = given["module"]
-    for name, param in module.named_parameters():
-        if param.requires_grad and id(param) not in shared:
-            raise ModelError(
-                f"{where}, but not parameter {name!r} of {type(module).__name__}, whose gradient "
-                "would have to be reduced; megacompile the outermost module with mesh="
-            )
-    here, there = sorted(dist.get_process_group_ranks(_group_of(given))), sorted(global_ranks(mesh))
-    if here != there:
-        raise ModelError(
-            f"{where}, which are {there}, but its process group has the ranks {here}; needed the "
-            "same: leave DistributedDataParallel out, and pass megacompile() a mesh of all ranks "
-            "(of two dimensions: the first replicates, the second shards)"
-        )
-
-
-def _group_of(given: Mapping[str, Any]) -> Any:
-    mesh = given.get("device_mesh")
-    if mesh is not None:
-        return mesh.get_group()
-    return given.get("process_group") or dist.group.WORLD
-
-
-def _refused(what: str, why: str) -> ModelError:
-    return ModelError(
-        f"DistributedDataParallel.{what}: ranks share the model in it (mesh=), and {why}; leave "
-        "it out"
-    )

@@ -1,6 +1,6 @@
 """Functions and hooks that Dynamo captures in a call's thread instead of others.
 
-    F.affine_grid(theta, x.shape)   captured again for each shape: ours takes symbols
+    torch.linspace(0, 1, size)      captured again for each size: ours takes symbols
     F.dropout(x, rate)              captured again for each rate: ours takes a symbol
     bitsandbytes.matmul_4bit(...)   an `autograd.Function`, whose forward and backward are captured
                                     at each use: half of the capture time of a layer with adapters
@@ -65,11 +65,6 @@ def _tell_dynamo() -> None:
 # Functions that read a size as an int.
 
 
-def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Any:
-    """The function that Dynamo captures for `F.affine_grid`."""
-    return torch.ops.megacompile.affine_grid(theta, size, bool(align_corners))
-
-
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Any:
     """The function that Dynamo captures for `torch.linspace`."""
     return torch.ops.megacompile.linspace(start, end, steps, dtype=dtype, device=device)
@@ -89,28 +84,6 @@ def max_pool1d(
         input, kernel_size, stride or [], padding, dilation, ceil_mode
     )
     return found if return_indices else found[0]
-
-
-def _shape(theta: Tensor, size: Sequence[Any], align_corners: bool) -> Tensor:
-    rows, _, *sizes = size
-    dims = len(sizes)
-    compat.check(theta.dim() == 3 and tuple(theta.shape[1:]) == (dims, dims + 1))
-    return theta.new_empty((rows, *sizes, dims))
-
-
-def _shape_backward(gradient: Tensor, size: Sequence[Any], align_corners: bool) -> Tensor:
-    dims = len(size) - 2
-    # a product of matrices, transposed
-    return gradient.new_empty((size[0], dims + 1, dims)).transpose(1, 2)
-
-
-def _setup_grid(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.size, ctx.align_corners = inputs
-
-
-def _backward_grid(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    backward = torch.ops.megacompile.affine_grid_backward
-    return backward(gradient, context.size, context.align_corners), None, None
 
 
 # Dropout.
@@ -160,7 +133,6 @@ def _backward_dropout(context: Any, gradient: Tensor, of_drawn: Any) -> tuple[Te
 
 
 _SIZED: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.nn.functional.affine_grid: affine_grid,
     torch.linspace: linspace,
     torch.nn.functional.max_pool1d: max_pool1d,
 }
@@ -176,16 +148,6 @@ def _define(
     torch.library.register_fake(f"megacompile::{name}", fake, lib=_LIBRARY)
 
 
-_define(
-    "affine_grid(Tensor theta, SymInt[] size, bool align_corners) -> Tensor",
-    torch.affine_grid_generator,
-    _shape,
-)
-_define(
-    "affine_grid_backward(Tensor gradient, SymInt[] size, bool align_corners) -> Tensor",
-    lambda *args: torch.ops.aten.affine_grid_generator_backward(*args),
-    _shape_backward,
-)
 _define(
     "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
     "Device? device=None) -> Tensor",
@@ -203,13 +165,9 @@ _define(
     _draw_backward,
     lambda gradient, drawn, rate: torch.empty_like(gradient),
 )
-for _name, _backward, _setup in (
-    ("affine_grid", _backward_grid, _setup_grid),
-    ("draw_dropout", _backward_dropout, _setup_dropout),
-):
-    torch.library.register_autograd(
-        f"megacompile::{_name}", _backward, setup_context=_setup, lib=_LIBRARY
-    )
+torch.library.register_autograd(
+    "megacompile::draw_dropout", _backward_dropout, setup_context=_setup_dropout, lib=_LIBRARY
+)
 
 
 # Products with 4-bit weights.

@@ -75,6 +75,8 @@ class Released:
         the next call takes back what has moved."""
         with self.buckets.alone:
             if not self.depth:
+                if self.away:  # the last attempt failed
+                    self._take()
                 self._check_pending()
                 self.depth = 1
                 try:

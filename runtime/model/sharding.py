@@ -99,26 +99,19 @@ def _check(model: nn.Module, *, meta: bool) -> None:
             "among ranks; leave out mesh=, and use DistributedDataParallel(megacompile(model))"
         )
     for param_name, param in model.named_parameters():
-        where = f"megacompile(): parameter {name}.{param_name}"
-        if param.dim() == 0:
+        hooked = compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)
+        kinds = {
+            "no dimension": param.dim() == 0,
+            "no values (it is on meta)": param.is_meta and not meta,
+            "hooks": hooked,
+            "a gradient": param.grad is not None,
+        }
+        for got in (kind for kind, is_so in kinds.items() if is_so):
             raise ModelError(
-                f"{where} has no dimension, so its rows cannot be divided among ranks; needed "
-                "shape (1,) or more: nn.Parameter(param.reshape(1))"
-            )
-        if param.is_meta and not meta:
-            raise ModelError(
-                f"{where} is on the meta device, and mesh= was given; needed values: "
-                "checkpoint=folder reads each rank's rows; or build the model on the CPU"
-            )
-        if compat.gradient_hooks(param) or compat.post_accumulate_hooks(param):
-            raise ModelError(
-                f"{where} has hooks, which would be lost when it becomes a DTensor; register them "
-                "after megacompile()"
-            )
-        if param.grad is not None:
-            raise ModelError(
-                f"{where} has a gradient, which is not divided among ranks; call megacompile() "
-                "before the first backward, or optimizer.zero_grad() first"
+                f"megacompile(): parameter {name}.{param_name} has {got}, and mesh= divides its "
+                "rows among ranks; needed one dimension or more (param.reshape(1)), values "
+                "(checkpoint=, or a model built on the CPU), no hooks (register them after "
+                "megacompile()) and no gradient (optimizer.zero_grad())"
             )
 
 

@@ -147,13 +147,12 @@ class ComputeOps(OpGroup):
             looks = self.machine.detect_anomaly or (
                 torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
             )
-            given = list(inputs) if looks else ()
             inputs += [handle.value for handle in live]
             kind = Code.BACKWARD
             code = self._replayed(stage, kind) if self.captures else template.code[kind]
             found = code(inputs)
             if looks:
-                _check_finite(stage, given, found, inf=self.machine.detect_anomaly)
+                _check_finite(stage, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
 
         return self._issue_many((weights, args, saved, tangents, partial_gradients, live), run)
@@ -189,7 +188,6 @@ def _replay_options(stage: Stage, code: Code) -> dict[str, Any]:
 
 def _check_finite(
     stage: Stage,
-    given: Sequence[Any],  # saved tensors and inputs, then the incoming gradients
     found: Sequence[torch.Tensor | None],  # gradients, in the order of template.gradients
     *,
     inf: bool,
@@ -199,22 +197,14 @@ def _check_finite(
     GradScaler expects occasional infs. The check reads values: the host waits for the device
     after each stage."""
 
-    def wrong(tensors: Sequence[Any]) -> list[int]:
-        floats = [
-            (k, x)
-            for k, x in enumerate(tensors)
-            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-        ]
-        return [k for k, x in floats if x.isnan().any() or (inf and x.isinf().any())]
-
-    if not (places := wrong(found)):
+    places = [
+        k
+        for k, x in enumerate(found)
+        if x is not None and (x.is_floating_point() or x.is_complex())
+        if x.isnan().any() or (inf and x.isinf().any())
+    ]
+    if not places:
         return
-    split = len(given) - len(stage.traced.tangent_metas)
-    why = "the incoming values are finite, so it arises in this stage"
-    if wrong(given[split:]):
-        why = "the incoming gradient, from the stage after it, has it already"
-    elif wrong(given[:split]):
-        why = "an input or a saved tensor of its forward has it already: check the forward"
     names = []
     for ref, meta in ((stage.primals[i], stage.metas[i]) for i in stage.traced.gradients):
         if isinstance(ref, ArgRef):
@@ -224,7 +214,8 @@ def _check_finite(
     of = ", ".join(names[k] for k in places)
     raise AnomalyError(
         f"backward of stage {stage.name!r} ({stage.index}B): {'NaN or inf' if inf else 'NaN'} in "
-        f"the gradient of {of}; {why}; leave out detect_anomaly to continue regardless"
+        f"the gradient of {of}; no later stage has it, so it arises in this one, in its forward, "
+        "or in the code after the model; leave out detect_anomaly to continue regardless"
     )
 
 

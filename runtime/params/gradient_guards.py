@@ -70,15 +70,7 @@ class GradientGuard(Guard):
             BackwardError: autograd has added to a scaled one.
         """
         if self.state is GuardState.TAKEN:
-            raise OptimizerError(
-                f"p.grad of {self.name!r} does not exist: megacompile(model, optimizer=...) has "
-                "updated in the backward, and gradients never leave the device, so they cannot be "
-                "read, clipped by their global norm or unscaled by a GradScaler (if the loss was "
-                "scaled, load a checkpoint: parameters and states are wrong); leave out "
-                "optimizer=, or put the backward into `with megacompile.accumulate(model):` and "
-                "clip micro-batches. clip_grad_norm_(parameters, inf) returns only the norm "
-                "(max_grad_norm=0 in a Trainer)"
-            )
+            raise is_consumed(self.name)
         if self.state is GuardState.UNSUMMED:
             raise OptimizerError(
                 f"p.grad of {self.name!r} is not summed over replicas yet, so it cannot be read, "
@@ -129,6 +121,18 @@ class GradientGuard(Guard):
             return None
         norm = self.norms()[orders.index(order)] * abs(self.scale)
         return torch.tensor(norm, dtype=tensor.dtype)
+
+
+def is_consumed(name: str) -> OptimizerError:
+    """The error for a use of a gradient that an update in the backward has consumed."""
+    return OptimizerError(
+        f"p.grad of {name!r} does not exist: megacompile(model, optimizer=...) has updated in the "
+        "backward, and gradients never leave the device, so they cannot be read, clipped by their "
+        "global norm, unscaled by a GradScaler (if the loss was scaled, load a checkpoint: "
+        "parameters and states are wrong) or used by another optimizer; leave out optimizer=, or "
+        "put the backward into `with megacompile.accumulate(model):` and clip micro-batches. "
+        "clip_grad_norm_(parameters, inf) returns only the norm (max_grad_norm=0 in a Trainer)"
+    )
 
 
 # The served functions. A list of gradients may mix states and plain gradients.

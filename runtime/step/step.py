@@ -31,8 +31,8 @@ from megacompile.options import Lowering, Options
 from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.optim.rules import rule_of
-from megacompile.runtime.params.gradient_guards import is_unsummed
+from megacompile.runtime.optim.rules import known, rule_of
+from megacompile.runtime.params.gradient_guards import is_consumed, is_taken, is_unsummed
 from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
@@ -113,15 +113,19 @@ class Updates:
             if (at := places.get(id(param))) is not None
         ]
         where = f"{type(optimizer).__name__}.step()"
-        for param, *_ in ours if self.machine.ranks is not None else ():
+        updates = self.machine.in_backward
+        others = updates is not None and updates.optimizer is not optimizer
+        # an optimizer of unknown class may wrap the one of the backward, and call its step
+        others = others and known(type(optimizer)) is not None
+        for param, at, _ in ours if others or self.machine.ranks is not None else ():
             if is_unsummed(param.grad):
                 opened(param.grad)  # raises, equally in all ranks
+            gone = param.grad is None and updates is not None and at in updates.committed
+            if others and (gone or is_taken(param.grad)):
+                raise is_consumed(self.machine.buckets[at[0]].layout.params[at[1]].name)
         if ours:
             self.check()
             self._before_step()  # it may move buckets, and their gradients
-        updates = self.machine.in_backward
-        if updates is not None and updates.optimizer is not optimizer:
-            updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
         before = self._alike.pop(optimizer, None) if updates is None else None
         if before is not None:
             self.settle()

@@ -20,9 +20,7 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.rule import map_state
-from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import update_bucket
-from megacompile.runtime.params.gradient_guards import is_taken
 from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
@@ -150,46 +148,14 @@ class InBackward:
             if host is not None and host.params[i] is left.param and not left.restored():
                 yield (key, i), left
 
-    def refuse(
-        self,
-        optimizer: Optimizer,
-        place_of: Callable[[nn.Parameter], ParamId | None],
-        buckets: Mapping[int, HostBucket],
-    ) -> None:
-        """Refuse the step of another optimizer over parameters that the backward has updated.
-        Unknown classes are allowed: they may wrap this optimizer and call its step; a consumed
-        gradient raises when they read it. Raises OptimizerError: names such a parameter."""
-        stock = known(type(optimizer)) is not None
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                gone = stock and is_taken(param.grad)
-                place = place_of(param) if gone or param.grad is None else None
-                if place is None or not (gone or place in self.committed):
-                    continue
-                mine, its = type(self.optimizer).__name__, type(optimizer).__name__
-                raise OptimizerError(
-                    f"{its}.step(): parameter {buckets[place[0]].layout.params[place[1]].name!r} "
-                    f"was updated in the backward, by the {mine} of megacompile(model, "
-                    f"optimizer=...), which consumed its gradient (this {its} updated nothing); "
-                    f"leave it out of this {its}, or leave out optimizer= of megacompile(): then "
-                    "several optimizers may share parameters"
-                )
-
     def commit(self) -> list[ParamId]:
         """Commit the updates, in `optimizer.step()`; returns the updated parameters."""
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
-            pairs = zip(self._options, now, strict=False)
-            changes = [
-                f"{key}: {old.get(key)} -> {value}"
-                for old, new in pairs
-                for key, value in new.items()
-                if old.get(key) != value
-            ]
             raise OptimizerError(
-                "optimizer.step(): a parameter group was changed between backward() and step() "
-                f"({', '.join(changes) or 'groups were added'}), but the backward has already run "
-                "the update; change it after step(), as lr schedulers do"
+                "optimizer.step(): a parameter group was changed between backward() and step(), "
+                "but the backward has already run the update; change it after step(), as lr "
+                "schedulers do"
             )
         done, self.uncommitted = sorted(self.uncommitted), set()
         self.committed = set(done)

@@ -187,14 +187,11 @@ def numbered(m: Any, x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
 
 
 def unet(m: Any, x: Tensor) -> Tensor:
-    """Down, and up again to the size that there was: by a scale, and by a turned grid."""
+    """Down, and up again to the size that there was."""
     wide = m.first(x).relu()
     low = m.down(wide).tanh()
-    theta = low.mean((2, 3))[:, :3, None].transpose(1, 2) * torch.ones(2, 1)
-    grid = F.affine_grid(theta, list(wide.shape), align_corners=False)
-    turned = F.grid_sample(low, grid, align_corners=False)
     scaled = F.interpolate(low, scale_factor=2)
-    out: Tensor = m.last(torch.cat([wide, turned, scaled], 1))
+    out: Tensor = m.last(torch.cat([wide, scaled], 1))
     return out.square().mean()
 
 
@@ -242,7 +239,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Shapes, int]] = {  # and how ma
             unet,
             first=nn.Conv2d(3, 4, 3, padding=1),
             down=nn.Conv2d(4, 4, 3, stride=2, padding=1),
-            last=nn.Conv2d(12, 3, 3, padding=1),
+            last=nn.Conv2d(8, 3, 3, padding=1),
         ),
         [(2, 3, *size) for size in ((8, 8), (12, 16), (20, 12), (10, 10))],
         2,

@@ -169,8 +169,8 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
         "'layer.weight' is changed in place by clamp_"),
     (shared, UserWarning,
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: inputs "
-        "l_model_seen share memory, with a parameter or one another, and one is changed in place; "
-        "pass copies (.clone())"),
+        "share memory, with a parameter or one another, and one is changed in place; pass copies "
+        "(.clone())"),
     (hooked_output, UserWarning,
         "megacompile: Function: output 1 has a hook, or retains its gradient, and other outputs "
         "are computed from it: gradients through those do not reach the hook, and its changes "

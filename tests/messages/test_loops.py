@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, RMSprop
+from torch.optim import AdamW, RMSprop
 
 from megacompile import full_parameters, megacompile, released, unmegacompile
 from megacompile.errors import (
-    BackwardError,
     DeviceMemoryError,
     ModelError,
     OptimizerError,
@@ -142,27 +141,11 @@ def use_of_what_is_torn() -> None:
     model.last.weight.sum()
 
 
-def second_optimizer() -> None:
-    model, _ = updating()
-    backward(model)
-    SGD(model.last.parameters(), lr=0.1).step()
-
-
 def unknown_parameter() -> None:
     model, optimizer = updating()
     params = optimizer.param_groups[0]["params"]
     params[:] = [p for p in params if p is not model.last.bias]
     backward(model)
-
-
-def outside_of_the_model() -> None:
-    model, _ = updating()
-    (model(X).mean() + model.last.weight.sum()).backward()
-
-
-def in_several_parts() -> None:
-    model, _ = updating()
-    (model(X).mean() + model.last(X).mean()).backward()
 
 
 def bad(change: Callable[[Any, Any], Any]) -> Said:
@@ -243,25 +226,10 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "(torch.distributed.checkpoint). What failed: optimizer.step(): the update of 'Net' failed "
      "in the background with ArithmeticError: out of numbers; its parameters and states are "
      "half updated: load a checkpoint"),
-    "second_optimizer": (second_optimizer, OptimizerError,
-     "SGD.step(): parameter 'last.weight' was updated in the backward, by the AdamW of "
-     "megacompile(model, optimizer=...), which consumed its gradient (this SGD updated nothing); "
-     "leave it out of this SGD, or leave out optimizer= of megacompile(): then several "
-     "optimizers may share parameters"),
     "unknown_parameter": (unknown_parameter, OptimizerError,
      "backward(): parameter 'last.bias' is not in the AdamW of megacompile(model, "
      "optimizer=...), which updates in the backward (nothing was updated); add it: "
      "optimizer.add_param_group({'params': [...]}), or freeze it (requires_grad_(False))"),
-    "outside_of_the_model": (outside_of_the_model, BackwardError,
-     "Net: 'last.weight' is also used outside of the model in this backward, so part of its "
-     "gradient comes from there, but gradients never leave the device if the backward updates; "
-     "leave out optimizer= of megacompile(), or put this backward into `with "
-     "megacompile.accumulate(model):`"),
-    "in_several_parts": (in_several_parts, BackwardError,
-     "Net.1: 'last.weight' gets its gradient in several parts in this backward: the model, or a "
-     "module in it, was called twice, or a graph break lets two captured graphs use it, but "
-     "gradients never leave the device if the backward updates; leave out optimizer= of "
-     "megacompile(), or put this backward into `with megacompile.accumulate(model):`"),
     "lr_is_text": (option("lr", "0.1"), OptimizerError,
      "AdamW.step(): param_groups[0] has lr='0.1' (str); needed a number; nothing was updated: "
      "set optimizer.param_groups[0]['lr'], and call it again"),

@@ -98,6 +98,11 @@ def wrapped_with_update(mesh: DeviceMesh) -> None:
     DistributedDataParallel(megacompile(model, optimizer=AdamW(model.parameters())))
 
 
+DIVIDED = (
+    "and mesh= divides its rows among ranks; needed one dimension or more (param.reshape(1)), "
+    "values (checkpoint=, or a model built on the CPU), no hooks (register them after "
+    "megacompile()) and no gradient (optimizer.zero_grad())"
+)
 ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], str]] = {
     "no mesh": (lambda mesh: shared("cpu"), OptionError,
      "megacompile(): got mesh='cpu'; needed a DeviceMesh: "
@@ -116,19 +121,15 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
      "megacompile(): Sequential is megacompiled already, with other options; call it once, with "
      "the options you want"),
     "no dimension": (lambda mesh: shared(mesh, scalar()), ModelError,
-     "megacompile(): parameter Linear.scale has no dimension, so its rows cannot be divided "
-     "among ranks; needed shape (1,) or more: nn.Parameter(param.reshape(1))"),
+     f"megacompile(): parameter Linear.scale has no dimension, {DIVIDED}"),
     "meta": (lambda mesh: shared(mesh, nn.Linear(2, 2, device="meta")), ModelError,
-     "megacompile(): parameter Linear.weight is on the meta device, and mesh= was given; needed "
-     "values: checkpoint=folder reads each rank's rows; or build the model on the CPU"),
+     f"megacompile(): parameter Linear.weight has no values (it is on meta), {DIVIDED}"),
     "packed": (lambda mesh: shared(mesh, quantized.model(quantized.OWN["state"])), ModelError,
      "megacompile(): {}packed{}"),
     "hooks": (lambda mesh: shared(mesh, hooked()), ModelError,
-     "megacompile(): parameter Linear.weight has hooks, which would be lost when it becomes a "
-     "DTensor; register them after megacompile()"),
+     f"megacompile(): parameter Linear.weight has hooks, {DIVIDED}"),
     "a gradient": (lambda mesh: shared(mesh, trained()), ModelError,
-     "megacompile(): parameter Linear.weight has a gradient, which is not divided among ranks; "
-     "call megacompile() before the first backward, or optimizer.zero_grad() first"),
+     f"megacompile(): parameter Linear.weight has a gradient, {DIVIDED}"),
     "a whole parameter": (lambda mesh: with_another_bias(mesh, lambda: torch.zeros(6)), ModelError,
      "megacompile(): parameter Sequential.0.bias is whole, and ranks share this model; needed "
      "placements (Shard(dim=0),) over its mesh: "

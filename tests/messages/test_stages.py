@@ -244,9 +244,9 @@ ON_A_MODEL = (schedules, updates, explain, trace, full_parameters, unmegacompile
 AROUND_A_BLOCK = (released, restoring, eager)
 ANOMALIES = {  # (gain, factor of the loss) -> what is said
     (0.0, 1.0): r"backward of stage 'layers.1' \(2B\): NaN or inf in the gradient of parameter "
-    r"'layers.1.gain'; the incoming values are finite, so it arises in this stage",
-    (math.nan, 1.0): r"\(\d+B\): NaN or inf.*check the forward",
-    (1.0, math.nan): r"from the stage after it, has it already",
+    r"'layers.1.gain'; no later stage has it, so it arises in this one",
+    (math.nan, 1.0): r"\(\d+B\): NaN or inf.*in its forward",
+    (1.0, math.nan): r"in the code after the model",
 }
 
 

@@ -145,10 +145,10 @@ def loads_twice(folder: Path) -> None:
 GONE = (
     "p.grad of '0.weight' does not exist: megacompile(model, optimizer=...) has updated in the "
     "backward, and gradients never leave the device, so they cannot be read, clipped by their "
-    "global norm or unscaled by a GradScaler (if the loss was scaled, load a checkpoint: "
-    "parameters and states are wrong); leave out optimizer=, or put the backward into `with "
-    "megacompile.accumulate(model):` and clip micro-batches. clip_grad_norm_(parameters, inf) "
-    "returns only the norm (max_grad_norm=0 in a Trainer)"
+    "global norm, unscaled by a GradScaler (if the loss was scaled, load a checkpoint: parameters "
+    "and states are wrong) or used by another optimizer; leave out optimizer=, or put the backward "
+    "into `with megacompile.accumulate(model):` and clip micro-batches. "
+    "clip_grad_norm_(parameters, inf) returns only the norm (max_grad_norm=0 in a Trainer)"
 )
 REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "compute_dtype=float32": (option(compute_dtype=torch.float32), OptionError,
@@ -222,14 +222,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "optimizer=...) updates in the backward, before the gradients can be unscaled (nothing was "
      "updated): leave out optimizer=, or the GradScaler, which bfloat16 does not need"),
     "a hook": (trained(hooked, before=True), BackwardError,
-     "Sequential: the gradient of '2.weight' is requested by a hook, or by "
-     "backward(inputs=...), but gradients never leave the device if the backward updates; leave "
-     "out optimizer= of megacompile(), or put this backward into `with "
-     "megacompile.accumulate(model):`"),
+     "Sequential: the gradient of '2.weight' is requested by a hook or by backward(inputs=...), "
+     "or it comes in several parts in this backward: it is also used outside of the model, the "
+     "model or a module in it was called twice, or a graph break lets two captured graphs use it; "
+     "but gradients never leave the device if the backward updates; leave out optimizer= of "
+     "megacompile(), or put this backward into `with megacompile.accumulate(model):`"),
     "an option changed": (trained(changed_rate), OptimizerError,
-     "optimizer.step(): a parameter group was changed between backward() and step() (lr: 0.1 -> "
-     "0.5), but the backward has already run the update; change it after step(), as lr "
-     "schedulers do"),
+     "optimizer.step(): a parameter group was changed between backward() and step(), but the "
+     "backward has already run the update; change it after step(), as lr schedulers do"),
     "accumulate": (accumulates, ModelError,
      "accumulate(): Sequential was not megacompiled with optimizer=... or mesh=...; without "
      "them every backward accumulates, and no mark is needed"),
