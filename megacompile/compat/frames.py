@@ -126,7 +126,7 @@ def note_uncaptured() -> None:
 def skip_untraced(within: types.CodeType) -> None:
     """Runs untraceable code in eager mode, in calls of the code `within`, if lines of the user have
     already run: such a call cannot start over without Dynamo. Dynamo skips the frame as after a
-    graph break, and `untraced` returns the reason."""
+    graph break."""
 
     def convert(stock: Any, self: Any, frame: Any, *args: Any, skip: int = 0) -> Any:
         try:
@@ -135,8 +135,9 @@ def skip_untraced(within: types.CodeType) -> None:
             at, begun = sys._getframe(), _is_resumed(frame.f_code)
             if not any(_has_begun(code, at, begun=begun) for code in _within):
                 raise
-            tries, _ = _untraced.get(frame.f_code, (0, None))
-            _untraced[frame.f_code] = (tries + 1, untraced_by(error))
+            tries = _untraced.get(frame.f_code, 0)
+            _untraced[frame.f_code] = tries + 1
+            _BREAKS.append(untraced_by(error))
             _COUNT[0] += 1
             return ConvertFrameReturn(apply_to_code=tries + 1 == _TRIES)
         _untraced.pop(frame.f_code, None)
@@ -154,14 +155,9 @@ def untraced_by(error: Exception) -> Uncaptured:
     return _uncaptured(_AT.findall(text.partition("from user code:")[2]), why)
 
 
-def untraced(code: types.CodeType) -> Uncaptured | None:
-    """The last failure that `skip_untraced` skipped for this code."""
-    found: tuple[int, Uncaptured | None] = _untraced.get(code, (0, None))
-    return found[1]
-
-
-def graph_breaks() -> Iterable[Uncaptured]:
-    """Graph breaks since `note_uncaptured`, newest first."""
+def graph_breaks() -> tuple[Uncaptured, ...]:
+    """Graph breaks since `note_uncaptured`, and failures that `skip_untraced` skipped, newest
+    first."""
     return tuple(reversed(_BREAKS))
 
 
@@ -180,22 +176,12 @@ def why_captured_again(compiled: Callable[..., Any]) -> str:
     return newest.partition(": ")[2].partition("  #")[0].strip()  # without the source line, a hint
 
 
-def capture_is_off() -> str:
-    """The switch that turns Dynamo off for the process; "" if it is on."""
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or torch._dynamo.config.disable:
-        return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
-    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
-    name = getattr(stance, "stance", "default")
-    return f"torch.compiler.set_stance({name!r})" if name in _OFF else ""
-
-
 _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
 _NONE = "", 0, ""
 _AT = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # of a traceback
-_OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]
 _within: set[types.CodeType] = set()
-_untraced = WeakIdKeyDictionary()  # code -> (failures in a row, the last one)
+_untraced = WeakIdKeyDictionary()  # code -> failures in a row
 _BREAKS: deque[Uncaptured] = deque(maxlen=_KEPT)

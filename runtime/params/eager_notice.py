@@ -90,7 +90,12 @@ class EagerNotice:
             code = frame.f_code
             place = f"{code.co_filename}:{frame.f_lineno}"
             self._place = f"{place} ({compat.users_name(code.co_name)})"
-            self._cause = _cause(frame)
+            self._cause = "Dynamo did not capture it; TORCH_LOGS=graph_breaks shows why"
+            breaks = compat.graph_breaks() if compat.uncaptured() > self._uncaptured else ()
+            for at in breaks[:1]:  # the newest one, just before this line
+                self._cause = (
+                    f"a graph break at {at.place}: {at.why}; TORCH_LOGS=graph_breaks shows more"
+                )
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
         """Warn after a call of what it read in eager mode, once per cause. `because` replaces the
@@ -119,32 +124,5 @@ def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
     )
 
 
-def _cause(innermost: FrameType) -> str:
-    """The reason why the code called by this frame was not captured."""
-    if switch := compat.capture_is_off():
-        return f"capture is disabled by {switch}; leave that out"
-    frames = [innermost]
-    while (outer := frames[-1].f_back) is not None:
-        frames.append(outer)
-    breaks = tuple(compat.graph_breaks())
-    lines = {(b.file, b.line): b for b in reversed(breaks)}
-    for frame in frames:
-        code = frame.f_code
-        if found := lines.get((code.co_filename, frame.f_lineno)):
-            return _of_break(found)
-        if failed := compat.untraced(code):
-            return untraced_text(failed)
-    for code in [frame.f_code for frame in frames]:
-        own = {(code.co_filename, line) for _, _, line in code.co_lines()}
-        for found in breaks:
-            if (found.file, found.line) in own:
-                return _of_break(found)
-    return "Dynamo did not capture it; TORCH_LOGS=graph_breaks shows why"
-
-
 def untraced_text(failed: compat.Uncaptured) -> str:
     return f"Dynamo could not trace {failed.place}: {failed.why}; TORCH_LOGS=+dynamo shows more"
-
-
-def _of_break(found: compat.Uncaptured) -> str:
-    return f"a graph break at {found.place}: {found.why}; TORCH_LOGS=graph_breaks shows more"

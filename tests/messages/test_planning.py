@@ -291,12 +291,6 @@ def thrice(model: Any) -> None:
         model(X)
 
 
-def switched_off() -> None:
-    model = on_cpu(Breaks())
-    with torch.compiler.set_stance("force_eager"):
-        model(X)
-
-
 def moved() -> None:
     model = on_cpu()
     assert model.to("cpu") is model and model.cpu().float() is model, "says nothing"
@@ -314,11 +308,6 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
      "megacompile: {} (forward) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
      "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
      "once): a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks shows more"),
-    "capture is switched off": (switched_off,
-     "megacompile: {} (in_eager) runs in eager mode and fetches 2 of 2 parameters (1 KiB of 1 "
-     "KiB, 100 %) at each use, unless they are on the device (slower, same numbers; shown "
-     "once): capture is disabled by torch.compiler.set_stance('force_eager'); leave that "
-     "out"),
     "moved": (moved,
      "megacompile: parameters stay in host memory and are streamed to the device; "
      "model.to(device) moved only buffers (shown once)"),
