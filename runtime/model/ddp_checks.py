@@ -30,7 +30,7 @@ from megacompile.options import Options
 from megacompile.runtime.device.ranks import Ranks, global_ranks
 from megacompile.runtime.model import loops
 from megacompile.runtime.model.sharding import divide_loaded
-from megacompile.runtime.params.parameter_gradients import Accumulator
+from megacompile.runtime.params.parameter_gradients import Accumulators
 
 _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
 _PREPARED = "_is_accelerate_prepared"  # Accelerate (Trainer) wraps other models in a DDP
@@ -234,7 +234,7 @@ def _inside(model: nn.Module) -> list[DistributedDataParallel]:
 def _hooked(model: nn.Module, ids: Collection[int]) -> str:
     """The first of these parameters (by id) with a Python hook on its node; "" if there is none."""
     for name, param in model.named_parameters():
-        if id(param) in ids and param.requires_grad and any(Accumulator(param).hooks):
+        if id(param) in ids and param.requires_grad and any(Accumulators([param]).hooks):
             return name
     return ""
 

@@ -27,9 +27,14 @@ from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import TRIM_BYTES, trim_heap
-from megacompile.runtime.model import sharding, start
+from megacompile.runtime.model import sharding
 from megacompile.runtime.model.ddp_checks import DdpChecks, refuse_moves
-from megacompile.runtime.model.program import Plans
+from megacompile.runtime.model.program import (
+    Plans,
+    fills_later,
+    first_that_fit,
+    weights_on_disk,
+)
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradient_guards import follow
@@ -103,13 +108,13 @@ class ModelBuckets:
         machine.buckets.clear()
         machine.trained.clear()  # their updates refer to old buckets
         if options.resident is not None:
-            resident = start.first_that_fit(units, named, options)
+            resident = first_that_fit(units, named, options)
         filling = None
         if not before:
-            stored = start.weights_on_disk(units, named, options, machine.disk, resident, new_bytes)
+            stored = weights_on_disk(units, named, options, machine.disk, resident, new_bytes)
             on_device = {id(param) for key in resident for param in params[key]}
             refuse_moves(self.model, on_device, options.device.type)
-            if contents is None and start.fills_later(named.values(), options.device):
+            if contents is None and fills_later(named.values(), options.device):
                 filling = options.device, Background("megacompile-parameters")
         places = Places.of(resident, params if machine.disk is not None else (), stored)
         if contents is not None:

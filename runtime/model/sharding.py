@@ -27,7 +27,7 @@ from megacompile.runtime.device.ranks import Ranks, checksum
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.params.guards import guard_dtensors, release
 from megacompile.runtime.params.optimizer_states import free_states
-from megacompile.runtime.params.parameter_gradients import Accumulator
+from megacompile.runtime.params.parameter_gradients import Accumulators
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes
 
@@ -267,7 +267,7 @@ def refuse_ungathered(
     name = type(model).__name__
     for param_name, param in model.named_parameters():
         hooks = compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)
-        if hooks or (param.requires_grad and any(Accumulator(param).hooks)):
+        if hooks or (param.requires_grad and any(Accumulators([param]).hooks)):
             raise ModelError(
                 f"unmegacompile(): parameter {name}.{param_name} has hooks, which would be lost "
                 "when it becomes an ordinary parameter; register them afterwards"

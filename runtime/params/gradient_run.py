@@ -57,11 +57,11 @@ class GradientRun:
         if users and alone and not ends.hooked() and ends.all_run():
             return
         for place in places:
-            param, end = gradients.param(place), gradients.end(place)
+            param, end = gradients.param(place), gradients.ends((place,))
             if not param.requires_grad:  # frozen since the forward
                 self.unusual[place] = ParamUse(Wish.NONE)
                 continue
-            runs = compat.accumulates_into(end.node)
+            runs = compat.accumulates_into(end.nodes[0])
             wish = {None: Wish.RETURN, False: Wish.NONE, True: Wish.ACCUMULATE}[runs]
             if wish is Wish.ACCUMULATE and end.hooked():
                 wish = Wish.SHOW
@@ -133,7 +133,7 @@ class GradientRun:
             record.route = GradRoute.WRITE if is_free else GradRoute.SEPARATE
         elif (
             by_code
-            or self._gradients.end(place).hooked_before()
+            or self._gradients.ends((place,)).hooked_before()
             # autograd adds their sum to `p.grad`
             or (self._gradients.exact and record.use.others is Others.GRAPHS)
         ):

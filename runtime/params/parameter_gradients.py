@@ -38,39 +38,26 @@ _TRAINED, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
 _NO_GRADIENT = frozenset((type(None),))
 
 
-class Accumulator:
-    """The AccumulateGrad node of one parameter; `Gradients` keeps it until the buckets change."""
+class Accumulators:
+    """The AccumulateGrad nodes of some parameters, queried together because every step queries
+    each; `Gradients` keeps them until the buckets change."""
 
-    def __init__(self, param: nn.Parameter) -> None:
-        self.param = param
-        self.node = compat.accumulator_of(param)
-        self.hooks = compat.hooks_of(self.node)  # before and after it; the dicts are live
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
+        self.ids = frozenset(map(id, params))
+        self.nodes: list[Any] = list(map(compat.accumulator_of, params))
+        # before and after each node, in turns; the dicts are live
+        self.hooks = [hooks for node in self.nodes for hooks in compat.hooks_of(node)]
 
     def hooked_before(self) -> bool:
-        """True if a hook will see the gradient before it is accumulated."""
-        return bool(self.hooks[0] or compat.gradient_hooks(self.param))
-
-    def hooked(self) -> bool:
-        """True if a hook of any kind will see the gradient."""
-        after = self.hooks[1] or compat.post_accumulate_hooks(self.param)
-        return bool(after or self.hooked_before())
-
-
-class Accumulators:
-    """The AccumulateGrad nodes of several parameters, queried together because every step queries
-    each."""
-
-    def __init__(self, ends: Sequence[Accumulator]) -> None:
-        self.params = [end.param for end in ends]
-        self.ids = frozenset(map(id, self.params))
-        self.nodes: list[Any] = [end.node for end in ends]
-        self._hooks = [hooks for end in ends for hooks in end.hooks]
+        """True if a hook will see one of their gradients before it is accumulated."""
+        return any(self.hooks[::2]) or any(map(compat.gradient_hooks, self.params))
 
     def hooked(self) -> bool:
         """True if a hook of any kind will see one of their gradients."""
         with unguarded():
             kinds = compat.gradient_hooks, compat.post_accumulate_hooks
-            return any(self._hooks) or any(any(map(hooks, self.params)) for hooks in kinds)
+            return any(self.hooks) or any(any(map(hooks, self.params)) for hooks in kinds)
 
     def all_run(self) -> bool:
         """True, inside a backward, if it accumulates into all of them, as far as each is known."""
@@ -95,8 +82,8 @@ class Gradients:
         self.ranks = ranks
         self.buckets: dict[int, HostBucket] = {}
         self.places: dict[int, ParamId] = {}  # id(parameter) -> place
-        self._ends: dict[ParamId, Accumulator] = {}
-        self._together: dict[tuple[ParamId, ...], Accumulators] = {}  # nodes, per graph
+        # the nodes of each graph's parameters, and of single ones
+        self._ends: dict[tuple[ParamId, ...], Accumulators] = {}
         # running backwards, by autograd's number; of several, any may accumulate first
         self.passes: dict[int, BackwardPass] = {}
         self._followed = False  # True if a parameter got a new AccumulateGrad node
@@ -104,7 +91,6 @@ class Gradients:
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         self.buckets = dict(buckets)
         self._ends.clear()  # a parameter that moved to another device has a new node
-        self._together.clear()
         self._followed = False
         self.places = {
             id(param): (key, i)
@@ -119,15 +105,10 @@ class Gradients:
     def param(self, place: ParamId) -> nn.Parameter:
         return self.buckets[place[0]].params[place[1]]
 
-    def end(self, place: ParamId) -> Accumulator:
-        if place not in self._ends:
-            self._ends[place] = Accumulator(self.param(place))
-        return self._ends[place]
-
     def ends(self, places: tuple[ParamId, ...]) -> Accumulators:
-        found = self._together.get(places)
+        found = self._ends.get(places)
         if found is None:
-            found = self._together[places] = Accumulators([self.end(place) for place in places])
+            found = self._ends[places] = Accumulators(list(map(self.param, places)))
         return found
 
     def follow(self, places: tuple[ParamId, ...], nodes: Sequence[object]) -> bool:
@@ -135,10 +116,7 @@ class Gradients:
         temporarily had another dtype or was replaced in place (`p.set_()`)."""
         if all(map(operator.is_, self.ends(places).nodes, nodes)):
             return False
-        for place, node in zip(places, nodes, strict=True):
-            if self.end(place).node is not node:
-                del self._ends[place]
-        self._together.clear()
+        self._ends.clear()
         self._followed = True
         return True
 
@@ -147,13 +125,16 @@ class Gradients:
         would be called for both nodes. Without a hook, a call detects new nodes by its gates
         (`follow`), and checking before the next call is early enough."""
         ends = self._ends.values()
-        if self._followed or not any(map(compat.post_accumulate_hooks, [e.param for e in ends])):
+        if self._followed or not any(
+            [any(map(compat.post_accumulate_hooks, each.params)) for each in ends]
+        ):
             return self._followed
         return any(
-            end.param.requires_grad
-            and compat.post_accumulate_hooks(end.param)
-            and compat.accumulator_of(end.param) is not end.node
-            for end in ends
+            param.requires_grad
+            and compat.post_accumulate_hooks(param)
+            and compat.accumulator_of(param) is not node
+            for each in ends
+            for param, node in zip(each.params, each.nodes, strict=True)
         )
 
     def backward_pass(self) -> BackwardPass:
