@@ -192,12 +192,9 @@ def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
 
 class Contents:
     """The initial values of one model: a checkpoint's, or else those of its initialization. Before
-    `fill` the model changes only by tying the weights that its config ties.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or does not fit the model.
-        ModelError: some tensors cannot be initialized.
-    """
+    `fill` the model changes only by tying the weights that its config ties. Raises CheckpointError:
+    the checkpoint is incomplete or does not fit the model; ModelError: some tensors cannot be
+    initialized."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
         self.model = model

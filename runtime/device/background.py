@@ -58,8 +58,7 @@ class WeakIdSet(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The live objects, in order of insertion."""
-        found = [reference() for reference in self._of.valuerefs()]
-        return iter([one for one in found if one is not None])
+        return iter([one for each in self._of.valuerefs() if (one := each()) is not None])
 
 
 def at_fork(who: Any, *, last: bool = False) -> None:

@@ -234,11 +234,8 @@ class HostBudget:
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
         """Return a new buffer, or one allocated in advance; `what` names its purpose in errors.
-
-        Raises:
-            HostMemoryError: too little memory, or the limit is reached. Without this check the
-                kernel would kill the process when the memory is touched.
-        """
+        Raises HostMemoryError: too little memory, or the limit is reached. Without this check the
+        kernel would kill the process when the memory is touched."""
         if touch and (ready := self._ready(size_bytes, pin=pin)) is not None:
             return ready
         try:

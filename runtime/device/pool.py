@@ -214,11 +214,8 @@ class BufferPool(Lender, Reused[Buffer]):
 
 class OnHost(Lease):
     """A tensor's copy in a leased buffer, from the device or from a disk. The lease ends when this
-    object is freed; if it is copied to the device only `once`, after that copy.
-
-    Raises:
-        HostMemoryError: too little host memory.
-    """
+    object is freed; if it is copied to the device only `once`, after that copy. Raises
+    HostMemoryError: too little host memory."""
 
     def __init__(
         self,
@@ -340,11 +337,8 @@ class SavedDisk(Reused[Place]):
 
 class OnDisk:
     """A tensor's copy on the disk. The write starts at creation; its buffer is free afterwards.
-    `what` names it in errors: "3WRITE_SAVED of 'layers.3'".
-
-    Raises:
-        DiskError: the disk is full, or this is a child of a fork.
-    """
+    `what` names it in errors: "3WRITE_SAVED of 'layers.3'". Raises DiskError: the disk is full, or
+    this is a child of a fork."""
 
     place: Place | None = None
 

@@ -226,7 +226,7 @@ class Call:
     def _start_again(self, ran_out: str) -> None:
         """After a backward that ran out of device memory, repeat the forward with a plan that needs
         less. Gradients that are already on the host stay as they are."""
-        program, run = self.program, self.machine.current_run()
+        program, run = self.program, self.machine.run
         self.saved_values = None
         why = ""
         if program.changed:
@@ -289,7 +289,7 @@ class Call:
             # `reuse` as for a right guess: another rank, which has seen an earlier call of this
             # graph, may have guessed right, and all ranks must fetch the same buckets
             variant = Variant(tangents, keep_last=False, reuse=reuse)
-        run, update = self.machine.current_run(), self._updates()
+        run, update = self.machine.run, self._updates()
         if update:
             assert self.machine.in_backward is not None
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
@@ -305,8 +305,10 @@ class Call:
             run.note_sums(defers=defers)
         variant = replace(variant, accumulate=accumulate, update=update, defers=defers)
         executor = program.executor(variant)
-        if update:
-            self.machine.reserve_staging(wanted.gradient_params)
+        if update and self.machine.staging is not None:
+            self.machine.staging.reserve(
+                map(self.machine.buckets.__getitem__, wanted.gradient_params)
+            )
         if not program.holds(self.values):
             raise self._refused(
                 "a backward for these outputs has no code for the sizes "
@@ -325,18 +327,14 @@ class Call:
         return self.program.executor(variant)
 
     def _updates(self) -> bool:
-        """True if this backward updates its parameters.
-
-        Raises:
-            BackwardError: a user wants a gradient that would never leave the device, or adds to
-                it.
-        """
+        """True if this backward updates its parameters. Raises BackwardError: a user wants a
+        gradient that would never leave the device, or adds to it."""
         if self.machine.in_backward is None:
             return False
         if self.machine.more_backwards:  # then this one updates nothing
             self.program.plans.note(accumulates=True)
             return False
-        run = self.machine.current_run()
+        run = self.machine.run
         asked = run.not_accumulated()
         if asked.issuperset(self.places):
             return False  # torch.autograd.grad()

@@ -128,19 +128,18 @@ class DdpChecks:
         on_host = any(param.device.type == "cpu" for param in trained)
         if self.options.device.type == "cpu" or not on_host:
             return  # they are where plain parameters would be
-        others = {param.device.type for param in module.parameters()} - {"cpu"}
+        on = {param.device.type for param in module.parameters()}
         device_ids, reduces_on = given.get("device_ids") or given.get("output_device"), {"cpu"}
         if not given.get("device_mesh") and dist.is_initialized():
             config = str(dist.get_backend_config(given.get("process_group")))
             reduces_on = {part.partition(":")[0] for part in config.split(",")}
-        if others or device_ids or "cpu" not in reduces_on:
+        if on != {"cpu"} or device_ids or "cpu" not in reduces_on:
             raise ModelError(
                 f"DistributedDataParallel(): {self.name} is megacompiled and its parameters are on "
-                f"the host; got device_ids {device_ids}, other parameters on "
-                f"{', '.join(sorted(others)) or 'no device'}, and a process group that reduces on "
-                f"{', '.join(sorted(reduces_on))}; needed no device_ids or output_device, and one "
-                "type of device that the group reduces on: megacompile the outermost module, and "
-                f"write {_BACKENDS} and DistributedDataParallel(model)"
+                f"the host; got device_ids {device_ids}, parameters on {sorted(on)}, and a process "
+                f"group that reduces on {sorted(reduces_on)}; needed no device_ids, and the host "
+                f"alone: megacompile the outermost module, and write {_BACKENDS} and "
+                "DistributedDataParallel(model)"
             )
 
 

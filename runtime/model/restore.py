@@ -112,11 +112,6 @@ class Released:
                 "under torch.no_grad()"
             )
 
-    def _residents(self) -> dict[int, HostBucket]:
-        """The buckets on the device. Their memory lives as long as the result is held."""
-        buckets = self.buckets.machine.buckets
-        return {key: bucket for key, bucket in buckets.items() if bucket.resident is not None}
-
     def _give(self) -> None:
         """Free all of the memory. No local variable may hold a bucket: its memory would still be
         there when the cache is emptied."""
@@ -133,7 +128,8 @@ class Released:
             bucket.pending.settle()
 
     def _note_away(self) -> None:
-        residents = self._residents()
+        buckets = self.buckets.machine.buckets
+        residents = {key: b for key, b in buckets.items() if b.resident is not None}
         why = self.buckets.ddp.holds([p for bucket in residents.values() for p in bucket.params])
         if not why:
             self.away |= residents.keys()

@@ -307,7 +307,7 @@ class UpdateOps(OpGroup):
         after: tuple[Any, ...] = (),
     ) -> Handle:
         machine, updates = self.machine, self._in_backward
-        host, run = machine.buckets[bucket.key], machine.current_run()
+        host, run = machine.buckets[bucket.key], machine.run
 
         def step() -> None:
             _, group = gradients.value
@@ -379,7 +379,7 @@ class UpdateOps(OpGroup):
     def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
         if self.in_step:
             return self._bring_back(bucket, updated)
-        host, run = self.machine.buckets[bucket.key], self.machine.current_run()
+        host, run = self.machine.buckets[bucket.key], self.machine.run
         queue = self.machine.streams.copies(Stream.D2H)
 
         def copy() -> InFlight | None:

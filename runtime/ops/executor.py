@@ -182,7 +182,7 @@ class Executor:
         """Offer what the backward left on the device to the next step; if that could not use it,
         the memory is freed after the copies out of it."""
         machine, trained = self.machine, self.schedule.gradient_params
-        run = machine.current_run()
+        run = machine.run
         for key, gradients, buffers in zip(self._left, left[::2], left[1::2], strict=True):
             host = machine.buckets[key]
             final = all(run.is_final(key, i) for i in trained[key])
@@ -191,10 +191,7 @@ class Executor:
             copied = host.pending.gradients_copied
             for value, event in ((gradients.value, copied), (buffers.value, buffers.event)):
                 if event is not None:
-                    self._defer(value, event)
-
-    def _defer(self, value: Any, event: torch.cuda.Event) -> None:
-        self.machine.defer_free(value, event)
+                    machine.defer_free(value, event)
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.replay import CudaGraphs, Replay
 from megacompile.runtime.device.streams import DeviceSlots, Handle, Streams
 from megacompile.runtime.disk import Disk, Request
-from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.parameter_gradients import Gradients
 from megacompile.runtime.params.pending import Fill, InFlight
@@ -100,7 +99,7 @@ class Machine:
         self.running = threading.RLock()  # one schedule at a time
         self.pending: WeakIdSet[Any] = WeakIdSet()  # pending backwards
         self.links: WeakIdSet[Any] = WeakIdSet()  # in autograd graphs of eager code
-        self.run: GradientRun | None = None  # where the current backward's gradients go
+        self.run: Any = None  # the `GradientRun` of the current backward
         self.accumulating = False  # inside `megacompile.accumulate()`
         self.order: list[int] = []  # bucket keys, as the last forward read them
         # the executors whose backwards ran since the last step, newest first; after a step, those
@@ -145,24 +144,12 @@ class Machine:
         moving = {id(param) for key in keys for param in self.buckets[key].params}
         return not any(id(link.param) in moving for link in self.links)
 
-    def current_run(self) -> GradientRun:
-        """The gradient routes of the current backward."""
-        assert self.run is not None, "outside of a backward"
-        return self.run
-
     def note_backward(self, executor: Any) -> None:
         """Record that an executor's backward has run: its update is part of the next step."""
         before = [] if self.stepped else self.trained
         self.stepped = False
         others = (r for r in before if r() is not None and r() is not executor)
         self.trained = [weakref.ref(executor), *others]
-
-    def reserve_staging(self, keys: Iterable[int]) -> None:
-        """Allocate the staging memory for disk reads and writes before an update of these buckets
-        begins: running out of memory during the update would leave them inconsistent. Raises
-        HostMemoryError: too little host memory; nothing has changed."""
-        if self.staging is not None:
-            self.staging.reserve(self.buckets[key] for key in keys)
 
     def give_up(self, error: BaseException) -> None:
         """End the updates and the leases of a run that has failed."""

@@ -121,7 +121,7 @@ class StreamingOps(OpGroup):
         return self._issue(Stream.COMPUTE, (), allocate)
 
     def fetch_grad(self, bucket: Bucket, buffer: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
-        run = self.machine.current_run()
+        run = self.machine.run
         sources = {i: run.so_far(bucket.key, i) for i in self.gradient_params[bucket.key]}
 
         def copy() -> tuple[int, Group]:
@@ -162,7 +162,7 @@ class StreamingOps(OpGroup):
         return handle
 
     def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
-        run = self.machine.current_run()
+        run = self.machine.run
 
         def keep() -> None:
             run.keep(*gradients.value)
@@ -180,7 +180,7 @@ class StreamingOps(OpGroup):
         *,
         after: tuple[Any, ...] = (),
     ) -> Handle:
-        run, queue = self.machine.current_run(), self.machine.streams.copies(Stream.D2H)
+        run, queue = self.machine.run, self.machine.streams.copies(Stream.D2H)
         indices = self.gradient_params[bucket.key]
         memory = run.destinations(bucket.key, indices)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optim.blockwise import dequantize, quantize, tables
-from megacompile.runtime.optim.rule import OptimizerRule, State, Table, Update, math_dtype
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update, math_dtype
 
 CHUNK = 2**18  # elements per chunk of an eager twin; a multiple of the 8-bit block
 
@@ -91,22 +91,6 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
         return
     for update in updates:
         apply(rule, update)
-
-
-def update_again(
-    rule: OptimizerRule,
-    tables: Sequence[Table],
-    gradients: Sequence[int],
-    hypers: Sequence[tuple[float, ...]],
-    device: torch.device,
-) -> None:
-    """Repeat an update, described by its tables, on a CUDA device with new scalars and gradients
-    (see `Table.renew`) of all parameters of the step."""
-    from megacompile.runtime.optim.kernels import BLOCK, run
-
-    for table in tables:
-        table.renew(gradients)
-    run(rule, (each.launch(hypers, block=BLOCK, device=device) for each in tables), device)
 
 
 def has_codes(states: Iterable[State | None]) -> bool:

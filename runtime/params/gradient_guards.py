@@ -63,12 +63,8 @@ class GradientGuard(Guard):
         guard([tensor], self)
 
     def open(self, tensor: torch.Tensor) -> None:
-        """Apply the recorded factor and make the tensor plain.
-
-        Raises:
-            OptimizerError: the gradient is consumed or not summed yet.
-            BackwardError: autograd has added to a scaled one.
-        """
+        """Apply the recorded factor and make the tensor plain. Raises OptimizerError: the gradient
+        is consumed or not summed yet; BackwardError: autograd has added to a scaled one."""
         if self.state is GuardState.TAKEN:
             raise is_consumed(self.name)
         if self.state is GuardState.UNSUMMED:

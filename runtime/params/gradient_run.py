@@ -75,9 +75,6 @@ class GradientRun:
         """The parameters whose gradients cannot stay on the device."""
         return {at for at, use in self.unusual.items() if use.wish is not Wish.ACCUMULATE}
 
-    def used_by(self, others: Others) -> set[ParamId]:
-        return {at for at, use in self.unusual.items() if use.others is others}
-
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients, before the schedule runs; True if the device must
         accumulate into existing ones."""
@@ -143,7 +140,8 @@ class GradientRun:
 
     def may_defer(self) -> bool:
         """True if the sum over replicas can wait for a later backward: only graphs contribute."""
-        if self.observed or (self._gradients.exact and self.used_by(Others.GRAPHS)):
+        by_graphs = any(use.others is Others.GRAPHS for use in self.unusual.values())
+        if self.observed or (self._gradients.exact and by_graphs):
             return False
         return all(_is_ours(each) and not each.is_seen for each in self.records.values())
 

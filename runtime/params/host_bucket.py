@@ -169,11 +169,8 @@ class HostBucket:
                 buffer.lock()
 
     def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Allocate memory on the bucket's side (host or device).
-
-        Raises:
-            HostMemoryError: too little memory, or the budget is exceeded.
-        """
+        """Allocate memory on the bucket's side (host or device). Raises HostMemoryError: too little
+        memory, or the budget is exceeded."""
         if self.resident is not None:
             return DeviceBuffer(self.resident)
         return self._budget.make(size_bytes, self.layout.name, pin=pin, touch=not self._empty)

@@ -79,11 +79,8 @@ class InFlight(Completion):
         return states is None or states.done()
 
     def wait(self) -> None:
-        """Wait until all of it has ended; raises the first error.
-
-        Raises:
-            OptimizerError: its values are half updated.
-        """
+        """Wait until all of it has ended; raises the first error. Raises OptimizerError: its values
+        are half updated."""
         if self.weights is self.states:
             super().wait()
             return
@@ -195,12 +192,8 @@ class Pending(Completion):
             self._ended(self.in_flight)
 
     def wait(self) -> None:
-        """Wait for the work in flight on this bucket.
-
-        Raises:
-            OptimizerError: it failed, or an earlier update failed and its values were not loaded
-                since.
-        """
+        """Wait for the work in flight on this bucket. Raises OptimizerError: it failed, or an
+        earlier update failed and its values were not loaded since."""
         work = self.in_flight
         if work is not None:
             over = False
@@ -255,10 +248,7 @@ class Pending(Completion):
 
     def check(self) -> None:
         """Raise if an earlier update failed and its values were not loaded since. Does not wait.
-
-        Raises:
-            OptimizerError: it failed.
-        """
+        Raises OptimizerError: it failed."""
         if not all(left.restored() for left in self.left.values()):
             raise OptimizerError(
                 "parameters and optimizer states are half updated, so they cannot be used or "

@@ -109,11 +109,8 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
 
     def check_version(self) -> None:
         """Bump the proxy's version if the parameter was changed in place, because the proxy has its
-        own version counter: autograd then raises if it has saved the proxy for a backward.
-
-        Raises:
-            BackwardError: a backward would fetch other values than its forward did.
-        """
+        own version counter: autograd then raises if it has saved the proxy for a backward. Raises
+        BackwardError: a backward would fetch other values than its forward did."""
         version, before = compat.version(self.root), self.fetched_version
         if before in (-1, version):
             self.fetched_version = version
@@ -339,11 +336,8 @@ def stand_in(
     device: torch.device,
     proxy_of: Callable[[torch.Tensor], StreamedParameter],
 ) -> torch.Tensor:
-    """A wrapper like `param` over the proxies of its components, on the compute device.
-
-    Raises:
-        ModelError: the parameter requires grad.
-    """
+    """A wrapper like `param` over the proxies of its components, on the compute device. Raises
+    ModelError: the parameter requires grad."""
     if param.requires_grad:
         raise ModelError(
             f"a parameter of shape {tuple(param.shape)} is a {type(param).__name__} that requires "
@@ -357,11 +351,8 @@ def stand_in(
 
 
 def follow_parts(model: nn.Module) -> None:
-    """Set each wrapper's device to that of its components.
-
-    Raises:
-        ModelError: other code references a wrapper, so torch cannot swap it.
-    """
+    """Set each wrapper's device to that of its components. Raises ModelError: other code references
+    a wrapper, so torch cannot swap it."""
     for _, name, param in packed_parameters(model):
         if not is_wrapper(param):
             continue

@@ -28,7 +28,7 @@ from megacompile.runtime.optim.rule import (
     tables_of,
 )
 from megacompile.runtime.optim.rules import rule_of
-from megacompile.runtime.optim.twin import apply, update_again
+from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained, unsupported_reason
 from megacompile.runtime.step.hooks import PreparedStep
@@ -106,11 +106,7 @@ class Alike:
         self, where: str, optimizer: Optimizer, buckets: Mapping[int, HostBucket]
     ) -> PreparedStep | None:
         """The prepared step if it repeats the previous one, without changing anything; otherwise
-        None.
-
-        Raises:
-            OptimizerError: a group has an invalid option (in `where`).
-        """
+        None. Raises OptimizerError: a group has an invalid option (in `where`)."""
         groups = optimizer.param_groups
         if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
             return None
@@ -166,7 +162,13 @@ class Alike:
             if keys not in self._tables:
                 numbers = [k for at in slices for k in range(at.all.start, at.all.stop)]
                 self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
-            update_again(self.rule, self._tables[keys], addresses, hypers, device)
+            from megacompile.runtime.optim.kernels import BLOCK, run
+
+            tables = self._tables[keys]
+            for table in tables:
+                table.renew(addresses)
+            each = (table.launch(hypers, block=BLOCK, device=device) for table in tables)
+            run(self.rule, each, device)
             return
         with torch.no_grad():  # no kernel uses the addresses
             for at in slices:

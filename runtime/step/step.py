@@ -224,7 +224,8 @@ class Updates:
         versions = list(map(compat.version, step.params))
         try:
             runs = self._choose(parts)
-            self.machine.reserve_staging(part.bucket.layout.key for part in parts)
+            if self.machine.staging is not None:
+                self.machine.staging.reserve(part.bucket for part in parts)
             counted = True
             step.count()
             for executor, mine in runs:

@@ -244,9 +244,10 @@ class Staging:
         self.updates.require(plan.new_weight_sets, size)
 
     def reserve(self, hosts: Iterable[HostBucket]) -> None:
-        """Allocate the memory for an update of these buckets before it changes anything. Plans that
-        were made before the optimizer was known may have reserved too little. Raises
-        HostMemoryError: too little host memory; nothing has changed."""
+        """Allocate the memory for an update of these buckets before it changes anything: running
+        out of memory during it would leave them inconsistent. Plans that were made before the
+        optimizer was known may have reserved too little. Raises HostMemoryError: too little host
+        memory; nothing has changed."""
         sizes = [sum(map(len, host.states.on_disk())) for host in hosts]
         if any(sizes):
             self.states.size_bytes = max(self.states.size_bytes, *sizes)
