@@ -140,14 +140,6 @@ def backward_calls() -> tuple[BackwardCall, ...]:
 _BACKWARD_CALLS: list[BackwardCall] = []
 
 
-def root_node(root: Any) -> Node:
-    """The node of a backward's root: a tensor or a gradient edge."""
-    if isinstance(root, torch.Tensor):
-        return accumulator_of(root)
-    node: Node = root.node
-    return node
-
-
 # The class of AccumulateGrad nodes.
 ACCUMULATOR: Any = getattr(torch._C._functions, "AccumulateGrad")  # noqa: B009
 

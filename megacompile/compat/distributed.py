@@ -19,9 +19,6 @@ from torch.utils import _pytree
 
 from megacompile.compat.patches import replace
 
-# --- DTensors
-
-
 _DTENSOR: list[type[torch.Tensor]] = []  # `DTensor`, imported at first use: slow
 _LOCAL: list[Any] = []  # the descriptor of `DTensor._local_tensor`
 
@@ -114,11 +111,16 @@ def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:
     """Shard a tensor that every rank has whole, without communication."""
     from torch.distributed.tensor import Replicate
 
+    return _redistributed(value.detach(), like_, Replicate())
+
+
+def _redistributed(value: torch.Tensor, like_: torch.Tensor, placement: Any) -> torch.Tensor:
+    """A DTensor with the layout of another one, from this rank's `value` of this placement."""
     spec: Any = like_._spec  # type: ignore[attr-defined]
-    everywhere = [Replicate()] * spec.mesh.ndim
-    whole: Any = _over(value.detach(), spec.mesh, everywhere, value.shape, value.stride())
+    placements = [placement] * spec.mesh.ndim
+    given: Any = _over(value, spec.mesh, placements, value.shape, value.stride())
     with torch.no_grad():
-        part: torch.Tensor = local(whole.redistribute(placements=spec.placements))
+        part: torch.Tensor = local(given.redistribute(placements=spec.placements))
     return like(like_, part.to(local(like_).device))
 
 
@@ -134,12 +136,8 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import Partial
 
     spec: Any = param._spec  # type: ignore[attr-defined]
-    sums = [Partial()] * spec.mesh.ndim
     with torch.no_grad():
-        mine = gradient / spec.mesh.size()
-        partial: Any = _over(mine, spec.mesh, sums, mine.shape, mine.stride())
-        mean = partial.redistribute(placements=spec.placements)
-        return like(param, local(mean).to(local(param).device))
+        return _redistributed(gradient / spec.mesh.size(), param, Partial())
 
 
 # torch 2.13 renamed these collectives
@@ -154,9 +152,6 @@ def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
     c10d: Any = dist  # its stubs leave it out
     context: AbstractContextManager[Any] = c10d._coalescing_manager(group=group, device=device)
     return context
-
-
-# --- the store and the groups
 
 
 # Errors of a store that is gone or does not answer.
@@ -195,9 +190,6 @@ def serve_the_host(group: Any, device: torch.device) -> None:
     gloo: Any = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(host, kind, gloo._get_backend(host))
-
-
-# --- DistributedDataParallel, DataParallel, collectives of the user
 
 
 # The DistributedDataParallel whose forward is running.

@@ -50,11 +50,9 @@ CAPTURE_ERRORS = (
 uncompiled: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_torchdynamo_orig_callable")
 
 
-def compile_lock() -> AbstractContextManager[object]:
-    """Dynamo's compile lock. FX's tracing flag is process-wide: two tracers that do not end in
-    reverse order leave it set."""
-    lock: AbstractContextManager[object] = convert_frame.compile_lock
-    return lock
+# Dynamo's compile lock. FX's tracing flag is process-wide: two tracers that do not end in reverse
+# order leave it set.
+compile_lock: AbstractContextManager[object] = convert_frame.compile_lock
 
 
 def dynamo_options() -> dict[str, Any]:
@@ -95,10 +93,10 @@ def _kept_options() -> dict[str, Any]:
 _OPTIONS = _kept_options()
 
 
-def without_collecting() -> AbstractContextManager[object]:
-    """A context in which Dynamo does not collect garbage after each compilation."""
-    patch: AbstractContextManager[object] = torch._dynamo.config.patch(run_gc_after_compile=False)
-    return patch
+# A context in which Dynamo does not collect garbage after each compilation.
+without_collecting: Callable[[], AbstractContextManager[object]] = functools.partial(
+    torch._dynamo.config.patch, run_gc_after_compile=False
+)
 
 
 def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:

@@ -189,19 +189,17 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:
     """The inputs of a graph that Dynamo captured with symbols; None if there are none to keep."""
     placeholders = module.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
-    dims = {
-        symbol
-        for value in examples
-        if isinstance(value, torch.Tensor)
-        for n in (*value.shape, *value.stride())
-        if isinstance(n, torch.SymInt)
-        for symbol in n.node.expr.free_symbols
-    }
+    tensors = {k: value for k, value in enumerate(examples) if isinstance(value, torch.Tensor)}
+    sizes = [n for value in tensors.values() for n in (*value.shape, *value.stride())]
+    symbolic = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
+    dims = set[Any]().union(*(expression.free_symbols for expression in symbolic))
     own: dict[Any, sympy.Symbol] = {}
     numbers: dict[int, DescribedInput] = {}
     for k, (node, value) in enumerate(zip(placeholders, examples, strict=True)):
         name = f"n{len(numbers)}"
-        if _is_float(node):
+        given, users = node.meta.get("grapharg"), node.users
+        read = all(user.op == "call_method" and user.target == "item" for user in users)
+        if read and getattr(given, "pass_arg_as_tensor", False):  # a Python float
             numbers[k] = DescribedInput(sympy.Symbol(name, real=True), in_tensor=True)
         elif isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
             symbol = value.node.expr
@@ -212,20 +210,12 @@ def described_inputs(module: fx.GraphModule) -> list[DescribedInput] | None:
             return None
     if not numbers or not dims <= own.keys():
         return None
-    tensors = {
+    known = {
         k: DescribedInput(shape=_own(value.shape, own), stride=_own(value.stride(), own))
-        for k, value in enumerate(examples)
-        if isinstance(value, torch.Tensor)
+        for k, value in tensors.items()
     }
-    known = tensors | numbers
+    known |= numbers
     return [known.get(k, DescribedInput()) for k in range(len(examples))]
-
-
-def _is_float(node: fx.Node) -> bool:
-    """True for a Python float, which Dynamo passes as a tensor and the graph reads as a number."""
-    given = node.meta.get("grapharg")
-    passed = bool(getattr(given, "pass_arg_as_tensor", False))
-    return passed and all(user.op == "call_method" and user.target == "item" for user in node.users)
 
 
 def _own(sizes: Sequence[Any], own: Mapping[Any, sympy.Symbol]) -> tuple[Any, ...]:

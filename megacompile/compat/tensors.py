@@ -208,9 +208,6 @@ is_of_transform: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wra
 exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = _C._swap_tensor_impl
 
 
-# --- devices: free memory, the allocator, the default device
-
-
 def free_device_bytes(device: torch.device) -> int:
     """Device memory, bytes, that this process can still allocate within its limit."""
     if device.type != "cuda":

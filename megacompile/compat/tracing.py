@@ -209,9 +209,6 @@ def without_sources() -> Iterator[None]:
             linecache.cache.pop(name, None)
 
 
-# --- the strides of real kernels, for tensors without data
-
-
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, ArithmeticError, TypeError)
 
 

@@ -182,7 +182,7 @@ def compiling(name: str, machine: Machine) -> Iterator[None]:
 def _stages_own_ambient() -> Iterator[None]:
     """Disable the caller's saved-tensor hooks for stages, and lock out tracing by other threads."""
     with (
-        compat.compile_lock(),
+        compat.compile_lock,
         compat.without_saved_tensors_hooks(),
         compat.without_sources(),
         compat.on_host(),

@@ -319,7 +319,10 @@ def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> 
     """
     end, joins = compat.ACCUMULATOR, compat.node_class(link)
     of_graph, of_gate = compat.node_class(graph), compat.node_class(gate)
-    todo: list[Any] = [compat.root_node(root) for root in call.roots]
+    todo: list[Any] = [  # nodes of tensors, and of gradient edges
+        compat.accumulator_of(root) if isinstance(root, torch.Tensor) else root.node
+        for root in call.roots
+    ]
     others = {id(node.variable) for node in todo if type(node) is end}
     gates = list[Sequence[Any]]()  # edges to parameters
     seen: set[object] = set()

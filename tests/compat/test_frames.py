@@ -236,7 +236,7 @@ def test_dynamo_compiles_under_the_lock() -> None:
 
     def backend(module: torch.fx.GraphModule, examples: Any) -> Any:
         def attempt() -> None:
-            lock: Any = compat.compile_lock()
+            lock: Any = compat.compile_lock
             taken.append(lock.acquire(blocking=False))
             if taken[-1]:
                 lock.release()
