@@ -8,7 +8,7 @@ conditions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -96,9 +96,9 @@ def is_size(symbol: sympy.Symbol) -> bool:
     return bool(symbol.is_positive)
 
 
-def planned_of(numbers: Sequence[Number]) -> dict[sympy.Symbol, int | float]:
-    """The planned values of a graph's inputs, by symbol."""
-    return {number.expression: number.planned for number in numbers}
+def planned_of(inputs: Iterable[Any]) -> dict[sympy.Symbol, int | float]:
+    """The planned values of the numbers among a graph's inputs, by symbol."""
+    return {item.expression: item.planned for item in inputs if isinstance(item, Number)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,9 @@ class TensorMeta:
         shape, stride = tuple(tensor.shape), tensor.stride()
         symbolic = None
         if any(type(n) is not int for n in (*shape, *stride)):
-            of_shape = [compat.expression_of(n) for n in shape]
-            of_stride = [compat.expression_of(n) for n in stride]
-            shape, stride = tuple(n for n, _ in of_shape), tuple(n for n, _ in of_stride)
-            found = SymbolicSizes(tuple(e for _, e in of_shape), tuple(e for _, e in of_stride))
+            each = [list(map(compat.expression_of, sizes)) for sizes in (shape, stride)]
+            shape, stride = (tuple(n for n, _ in sizes) for sizes in each)
+            found = SymbolicSizes(*(tuple(e for _, e in sizes) for sizes in each))
             symbolic = found if symbols_in(found) else None
         needs_grad = tensor.requires_grad and not _cut_off(tensor)
         return TensorMeta(shape, tensor.dtype, stride, needs_grad, tensor.device, symbolic)

@@ -31,7 +31,7 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
 
     A node has `label` (as printed), `op`, `graph`, `stream`, `position` (in the program), `stage`
     (index, or -1), `module` (the unit's path or ""), `slot` (index or -1) and `bytes` (that a copy
-    moves). The attributes are strings and ints, which any file format supports.
+    or a collective moves). The attributes are strings and ints, which any file format supports.
     """
     found = nx.MultiDiGraph(name=schedule.name)
     stages = {b.key: stage for stage in reversed(schedule.stages) for b in stage.buckets}

@@ -37,8 +37,6 @@ from megacompile.ir.ops.op import (
 )
 from megacompile.ir.stream import Stream
 
-# Weights.
-
 
 @op(Stream.H2D, by_slot, gives=Value.WEIGHTS, reads=(Part.WEIGHTS,), slot=1, moves=of_bucket)
 def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
@@ -79,8 +77,6 @@ def prefetch_shard(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -
 def all_gather(bucket: Bucket, slot: Slot, shard: Any) -> Any:
     """Gather the other ranks' parts into a slot."""
 
-
-# Gradients.
 
 _GRADIENTS = Takes(1, Value.GRADIENTS, ends=True)
 _NORMS = Takes(2, Value.NORMS, optional=True, like=1)
@@ -302,9 +298,6 @@ def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
 
     The gradient norms of an update in the backward are copied first.
     """
-
-
-# Disks.
 
 
 @op(Stream.READ, gives=Value.DONE, reads=(Part.STATES,))

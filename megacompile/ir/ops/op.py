@@ -194,9 +194,6 @@ def op(
     return declare
 
 
-# What ops move, for their declared cost.
-
-
 def value_bytes(node: Any) -> int:
     """Bytes of a node's result; 0 without a node or a size."""
     return tensors_bytes(node.meta.get("value")) if isinstance(node, fx.Node) else 0
@@ -225,9 +222,6 @@ def params(node: fx.Node) -> int:
     """Number of parameters of the op's bucket."""
     bucket: Any = node.args[0]
     return len(bucket.params)
-
-
-# Nodes of a schedule's graphs.
 
 
 def call(
