@@ -95,9 +95,6 @@ def extracted(
     return part
 
 
-# --- schedules
-
-
 def copied(schedule: Schedule) -> tuple[Schedule, fx.Graph]:
     """A copy of a schedule, and its backward."""
     new = schedule.copy()

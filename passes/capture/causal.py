@@ -172,8 +172,6 @@ def _made(node: fx.Node, found: Mapping[fx.Node, Any], values: Values) -> Any:
     return _fitted(_FORMULAS[name]((meta.sizes, before), *args, **named), meta)
 
 
-# Formulas.
-
 _INDEX = sympy.symbols("i1:9", integer=True)  # of the last dimension, of the one before it, ...
 Shapes = tuple[Shape, Shape]  # of the result, and of the first tensor
 
@@ -191,7 +189,6 @@ def _fitted(value: Any, meta: TensorMeta) -> Any:
 
 
 def _each(value: Any, new: dict[Any, Any]) -> Any:
-    """A value with its indices replaced."""
     if isinstance(value, tuple):
         return tuple(_each(formula, new) for formula in value)
     return sympy.expand(_int(value).xreplace(new))
@@ -228,20 +225,6 @@ def _end(formula: Any, shape: Shape, side: Callable[[int, int], int]) -> Any:
     return base + sum(
         side(0, step) * (shape[-1 - _INDEX.index(i)] - 1) for i, step in steps.items()
     )
-
-
-def _compared(compare: str) -> Callable[..., Any]:
-    def value(shapes: Shapes, left: Any, right: Any) -> Any:
-        difference = _int(right) - _int(left)
-        if compare in ("ge", "gt"):
-            difference = -difference
-        if compare in ("lt", "gt"):
-            difference -= 1
-        if compare == "ne":
-            return _literal(difference)
-        return (difference, -difference) if compare == "eq" else (difference,)
-
-    return value
 
 
 def _both(shapes: Shapes, left: Any, right: Any) -> Any:
@@ -340,7 +323,12 @@ def _diff(shapes: Shapes, x: Any, n: int = 1, dim: int = -1, prepend: Any = None
 
 
 _FORMULAS: dict[str, Callable[..., Any]] = {
-    **{name: _compared(name) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
+    "le": lambda shapes, x, y: (_int(y) - _int(x),),
+    "lt": lambda shapes, x, y: (_int(y) - _int(x) - 1,),
+    "ge": lambda shapes, x, y: (_int(x) - _int(y),),
+    "gt": lambda shapes, x, y: (_int(x) - _int(y) - 1,),
+    "eq": lambda shapes, x, y: (_int(y) - _int(x), _int(x) - _int(y)),
+    "ne": lambda shapes, x, y: _literal(_int(y) - _int(x)),
     **dict.fromkeys(("and", "bitwise_and", "logical_and"), _both),
     "tril": lambda shapes, x, diagonal=0: _both(
         shapes, x, (_INDEX[1] - _INDEX[0] + _literal(diagonal),)

@@ -119,7 +119,6 @@ class _Head:
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of the logits for the planned number of rows."""
         return self.rows * self.row_bytes
 
     def __str__(self) -> str:
@@ -142,8 +141,6 @@ def rows_of_a_chunk(rows: int | None, row_bytes: int, limit_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds and replaces heads in one captured graph."""
-
     capture: Capture
     values: Values
     limit_bytes: int  # of logits at a time

@@ -122,21 +122,15 @@ class Interpreter(fx.Interpreter):
             for tensor, old in before
             if compat.from_functional(tensor) is not old
         )
-        self._note_requires_grad(n)
-        return value
-
-    def _note_requires_grad(self, n: fx.Node) -> None:
-        """A tensor from `torch.zeros` requires grad once a part of it is set to one that does."""
-        if not self.values.mutates[n]:
-            return  # most nodes; avoids quadratic time
-        for holder in self.env:
-            if holder in self.values.requires_grad_after:
-                continue
-            before = self.values.of[holder]
-            shared = self.values.storages[holder] & self.values.mutates[n]
-            if shared and isinstance(before, TensorMeta) and not before.requires_grad:
+        changed, after = self.values.mutates[n], self.values.requires_grad_after
+        # a tensor from `torch.zeros` requires grad once a part of it is set to one that does
+        for holder in self.env if changed else ():  # not for most nodes: avoids quadratic time
+            meta = self.values.of[holder]
+            shared = holder not in after and self.values.storages[holder] & changed
+            if shared and isinstance(meta, TensorMeta) and not meta.requires_grad:
                 if TensorMeta.of(self.value_of(holder)).requires_grad:
-                    self.values.requires_grad_after[holder] = n
+                    after[holder] = n
+        return value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

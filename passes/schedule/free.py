@@ -37,16 +37,13 @@ def insert_free(schedule: Schedule) -> Schedule:
 
 def _still_copied(schedule: Schedule) -> dict[str, list[fx.Node]]:
     """Tokens of the copies to the host of each value that the backward leaves, by its name."""
-    assert schedule.backward is not None and schedule.update is not None
+    backward, update = schedule.graphs["backward"], schedule.graphs["update"]
     found = {}
-    for node in schedule.backward.nodes:
+    for node in backward.nodes if schedule.left else ():
         if node.name in schedule.left:
             copies = [user for user in node.users if ops.stream_of(user) is Stream.D2H]
-            found[node.name] = [
-                take(schedule.update, ops.bucket_of(copy), part)
-                for copy in copies
-                for _, part in written(copy)
-            ]
+            places = [(ops.bucket_of(copy), part) for copy in copies for _, part in written(copy)]
+            found[node.name] = [take(update, bucket, part) for bucket, part in places]
     return found
 
 

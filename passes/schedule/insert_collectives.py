@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
-
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import shard_shape
@@ -119,19 +117,12 @@ def delay_reduced(schedule: Schedule) -> Schedule:
             following = [node for node in ops.nodes_of(graph, ops.backward) if node > mean]
             if not following:
                 continue
-            where = last_item(following[0])
-            for node in _dependents(mean):
+            where, dependents = last_item(following[0]), {mean}
+            for node in list(graph.nodes):
+                if node.op == "output" or dependents.isdisjoint(node.all_input_nodes):
+                    continue
+                dependents.add(node)
                 if node < where and not (node.target is ops.all_reduce and node.args[1] is mean):
                     where.append(node)
                     where = node
     return new
-
-
-def _dependents(mean: fx.Node) -> list[fx.Node]:
-    """All ops that depend on a value, in program order."""
-    found, todo = set(), [mean]
-    while todo:
-        users = [user for user in todo.pop().users if user.op != "output" and user not in found]
-        found.update(users)
-        todo += users
-    return sorted(found)

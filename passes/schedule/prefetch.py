@@ -258,10 +258,12 @@ def _place(
             if not free:
                 return None
             upcoming = keys[k + 1 :]
+            next_use = {key: at for at, key in reversed(list(enumerate(upcoming)))}
+            never = len(upcoming)
             slot = max(
                 free,
                 key=lambda i: (
-                    _next_use(places.holds.get(i), upcoming),
+                    next_use.get(places.holds[i].key, never) if i in places.holds else never + 1,
                     wanted.size_bytes <= max(typical, places.sizes.get(i, 0)),
                     -position[occupant[i]] if i in occupant else 1,
                 ),
@@ -275,10 +277,3 @@ def _place(
         places.sizes[slot] = max(wanted.size_bytes, places.sizes.get(slot, 0))
         occupant[slot] = node
     return places
-
-
-def _next_use(bucket: Bucket | None, upcoming: list[int]) -> int:
-    """Number of prefetches until a bucket is needed again; large if never."""
-    if bucket is None:
-        return len(upcoming) + 1
-    return upcoming.index(bucket.key) if bucket.key in upcoming else len(upcoming)

@@ -27,8 +27,6 @@ and the forward, so a backward for other outputs finds them under the same names
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 
 from megacompile.cost.ops import analysis_of
@@ -193,20 +191,14 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
         and takers.get(value)
     }
     staying = {*kept, *saved_values, *schedule.forward.find_nodes(op="placeholder")}
-    for stays in _held_anyway(schedule, staying - waiting.keys()):
-        waiting.pop(stays, None)
-    return waiting
-
-
-def _held_anyway(schedule: Schedule, staying: set[fx.Node]) -> Iterator[fx.Node]:
-    """The saved values of kept stages that share memory with one of `staying`."""
+    staying -= waiting.keys()
     calls = ops.calls_by_stage(schedule.forward, ops.forward)
     for stage in schedule.stages:
         if stage.index not in schedule.plan.keep & schedule.plan.offload:
             continue
         call = calls[stage.index]
         places = analysis_of(stage.traced, ops.code_of(call), fused=True).returned
-        sharing: dict[int, list[fx.Node]] = {}
+        sharing: dict[int, list[fx.Node]] = {}  # saved values in the same memory
         for k, item in ops.items(call):
             place = places[k] if k < len(places) else None
             if place is not None:
@@ -214,8 +206,10 @@ def _held_anyway(schedule: Schedule, staying: set[fx.Node]) -> Iterator[fx.Node]
         for at, items in sharing.items():
             ref = stage.primals[-1 - at] if at < 0 else None
             given = [ops.arguments(call)[2][ref.index]] if isinstance(ref, ArgRef) else []
-            if staying.intersection((*items, *given)):
-                yield from items
+            if staying.intersection((*items, *given)):  # with a value that stays
+                for item in items:
+                    waiting.pop(item, None)
+    return waiting
 
 
 def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, list[Stage]]:

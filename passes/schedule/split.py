@@ -18,10 +18,10 @@ from megacompile.ir import ops
 from megacompile.ir.plan import SavedPart
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Stage, Template
+from megacompile.ir.tensors import planned_of
 from megacompile.passes.edit import with_stages
 from megacompile.passes.schedule.differentiate import differentiate, forget_saved_tensors
 from megacompile.passes.stages.joint import BackwardInputs, split
-from megacompile.passes.stages.numbers import numbers_of
 from megacompile.passes.stages.templates import TemplateCache, next_index, planned_for
 
 Bundles = tuple[tuple[int, ...], ...]  # indices of a template's saved tensors, in order
@@ -99,7 +99,7 @@ def _template_of(stage: Stage, saved_fraction: float, tiles: int, cache: Templat
         if made.tiles != tiles:
             made = _template_of(stage, saved_fraction, 1, cache)
         cache[key] = made
-    return planned_for(cache[key], numbers_of(stage.metas), cache)
+    return planned_for(cache[key], planned_of(stage.metas), cache)
 
 
 def _undifferentiated(schedule: Schedule) -> Schedule:
@@ -120,10 +120,9 @@ def bundles_of(template: Template, *, fused: bool) -> Bundles:
 
         before: 1F returns y1 s1_0 s1_1 ... s1_13        after: 1F returns y1 s1_0
 
-    A draft is only simulated, and most of its nodes would be for saved tensors. All saved tensors
-    of a stage are created and freed together, so those that own their memory become one value, a
-    *bundle*, with the sum of their sizes. Tensors that share memory with the stage's inputs or
-    outputs may live longer and are excluded.
+    A draft is only simulated, and most of its nodes would be for saved tensors. Those of a stage
+    are created and freed together, so those that own their memory become one value, a *bundle*.
+    Tensors that share memory with the stage's inputs or outputs may live longer.
     """
     apart = set(range(len(template.saved)))
     for code in (Code.FORWARD_SAVING, Code.RECOMPUTE):

@@ -20,8 +20,7 @@ its stage does not read the bucket (an embedding), the part is fetched with the 
 prefetch would be a gather, which ranks where the bucket is resident would not join.
 
 New values stay on the device during the next forward until they have reached the host: the frees of
-the last ones are deferred to a drain (see `insert_drain`). It is before the forward's last stage if
-the plan defers several frees (`plan.state_delay` above 1).
+the last ones are deferred to a drain (see `insert_drain`).
 
 `insert_update_graph` writes the graph of `optimizer.step()`: each bucket that gets gradients is
 updated once.

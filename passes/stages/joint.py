@@ -25,12 +25,11 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.head import narrow_heads
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
-from megacompile.ir.tensors import Symbols, TensorMeta
+from megacompile.ir.tensors import Symbols, TensorMeta, planned_of
 from megacompile.ir.tiles import pieces_of
 from megacompile.passes.edit import SAME_VALUES, extracted, needed_for
 from megacompile.passes.stages.numbers import (
     floats_as_tensors,
-    numbers_of,
     restore_floats,
     sized,
     without_numbers,
@@ -77,7 +76,7 @@ def split(
         tiles: of its tokenwise pieces, which recompute their values instead of saving them. The
             template has `tiles == 1` if it has no such piece.
     """
-    planned = numbers_of(stage.metas)
+    planned = planned_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
     forward, backward = joint, None
     if takes.tangents:
@@ -196,7 +195,6 @@ def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
 
 
 def _parameters(stage: Stage) -> frozenset[str]:
-    """The names of the parameters among the inputs of traced graphs."""
     refs = enumerate(stage.primals, start=1)
     return frozenset(f"primals_{i}" for i, ref in refs if isinstance(ref, ParamRef))
 

@@ -39,8 +39,8 @@ def lower(
     *,
     lowering: Lowering,
     progress: Progress,
-    to_come: CodeToCome | None = None,
-    waits: bool = True,
+    to_come: CodeToCome,
+    waits: bool,
 ) -> Schedule:
     """The same schedule, with all code that its nodes run in its templates' `code`.
 
@@ -58,8 +58,6 @@ def lower(
             template.code[code] = _lowered(template.graphs[code], direct)
         return schedule
     wanted.sort(key=lambda item: len(item[0].graphs[item[1]].graph.nodes))
-    if to_come is None:
-        to_come = CodeToCome(torch.device("cpu"))
     wanted = to_come.without(wanted, waits=waits)
     others = functools.partial(_graphs, wanted[:-1])  # this process takes the largest
     wanted = [*wanted[-1:], *wanted[:-1]]
@@ -159,14 +157,10 @@ def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:
     return _lowered(module, _function)
 
 
-def _parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+def _parts(module: fx.GraphModule) -> list[fx.GraphModule]:
     """The graphs to compile for a template's graph: itself, or its tiles' graphs."""
     pieces = pieces_of(module.graph)
-    if not pieces:
-        yield module
-    for _, piece in pieces:
-        for tile in piece.tiles:
-            yield tile.module
+    return [tile.module for _, piece in pieces for tile in piece.tiles] or [module]
 
 
 def _lowered(

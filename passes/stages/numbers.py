@@ -26,14 +26,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import Number, TensorMeta, Values, planned_of, symbols_in
+from megacompile.ir.tensors import Number, TensorMeta, Values, symbols_in
 from megacompile.passes.edit import (
     SYMBOLIC,
     body_of,
@@ -102,35 +101,29 @@ def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.Graph
     its joint graph, after `compute_ints`."""
     graph = backward.graph
     sources = {node.name: node for node in joint.graph.nodes}
-    for node in graph.find_nodes(op="placeholder"):
-        name = str(node.target)
-        if compat.is_number(node.meta.get("val")) and not name.startswith("primals_"):
-            _recomputed(graph, node, sources[name])
-    backward.recompile()
-    return backward
+    inputs = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
 
-
-def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
-    """Replace a number's placeholder by its computation."""
-    placeholders = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
-    first = next(iter(graph.nodes))
-    body = body_of(graph)
-
-    def copied(original: fx.Node) -> Any:
-        name = str(original.target) if original.op == "placeholder" else original.name
-        if name in placeholders and placeholders[name] is not node:
-            return placeholders[name]
-        if original.op == "placeholder":
+    def copied(original: fx.Node, first: fx.Node, body: fx.Node) -> Any:
+        is_input = original.op == "placeholder"
+        name = str(original.target) if is_input else original.name
+        if name not in inputs and is_input:
             with graph.inserting_before(first):
-                placeholders[name] = graph.placeholder(name)
-            placeholders[name].meta = dict(original.meta)
-            return placeholders[name]
-        made = {n: copied(n) for n in original.all_input_nodes}
+                inputs[name] = graph.placeholder(name)
+            inputs[name].meta = dict(original.meta)
+        if name in inputs:
+            return inputs[name]
+        made = {n: copied(n, first, body) for n in original.all_input_nodes}
         with graph.inserting_before(body):
             return graph.node_copy(original, made.__getitem__)
 
-    node.replace_all_uses_with(copied(source))
-    graph.erase_node(node)
+    for name, node in list(inputs.items()):
+        if compat.is_number(node.meta.get("val")) and not name.startswith("primals_"):
+            del inputs[name]
+            number = copied(sources[name], next(iter(graph.nodes)), body_of(graph))
+            node.replace_all_uses_with(number)
+            graph.erase_node(node)
+    backward.recompile()
+    return backward
 
 
 def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
@@ -155,11 +148,6 @@ def _sized(value: Any, values: Values, memo: dict[Any, Any]) -> Any:
     if compat.is_number(value):
         return compat.evaluated(compat.expression_of(value)[1], values)
     return value
-
-
-def numbers_of(primals: Iterable[Any]) -> dict[sympy.Symbol, int | float]:
-    """The planned values of a stage's inputs, by symbol."""
-    return planned_of([meta for meta in primals if isinstance(meta, Number)])
 
 
 def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
@@ -335,7 +323,6 @@ def prepared(
 
 
 def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
-    """The same symbolic value, in this fake mode."""
     if isinstance(value, torch.Tensor):
         return replace(TensorMeta.of(value), requires_grad=False).empty()
     return fakes.number(compat.expression_of(value)[1])

@@ -108,23 +108,19 @@ def computes_indices(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if any(source in computed for source in _checked(node)):
-            return True
         sources = node.all_input_nodes
+        takes_chance = compat.operator_name(node.target) in _CHANCES
+        checked: list[Any] = sources[:1] if takes_chance else []
+        for name, value in compat.arguments_of(node):
+            if name in _INDICES:
+                checked += value if isinstance(value, (list, tuple)) else (value,)
+        if any(source in computed for source in checked):
+            return True
         if any(source in computed for source in sources):
             computed.add(node)
         elif any(source in given for source in sources):
             (given if compat.operator_name(node.target) in _SAME_VALUES else computed).add(node)
     return False
-
-
-def _checked(node: fx.Node) -> Iterator[Any]:
-    """The arguments whose values an operator checks."""
-    if compat.operator_name(node.target) in _CHANCES:
-        yield from node.all_input_nodes[:1]
-    for name, value in compat.arguments_of(node):
-        if name in _INDICES:
-            yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ from megacompile.ir import ops
 from megacompile.ir.capture import Ambient, graph_key
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
-from megacompile.ir.tensors import TensorMeta, Values, any_size
+from megacompile.ir.tensors import TensorMeta, Values, any_size, planned_of
 from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
@@ -38,7 +38,6 @@ from megacompile.passes.stages.numbers import (
     check_floats,
     compute_ints,
     first_difference,
-    numbers_of,
     sized,
 )
 from megacompile.passes.stages.strides import computes_indices, lay_channels_last, real_tensors
@@ -105,7 +104,7 @@ def _template(
     metas = tuple(any_size(meta) for meta in stage.metas)
     given = replace(takes, metas=tuple(any_size(meta) for meta in takes.metas))
     key = (code, metas, params, stage.mutated, given, lowering, ambient)
-    planned = numbers_of(stage.metas)
+    planned = planned_of(stage.metas)
     for number in itertools.count():  # code with symbols may not be valid for all their values
         template = cache.get((key, number))
         if template is not None and template.holds(planned):
@@ -145,8 +144,6 @@ def next_index(cache: TemplateCache) -> int:
 
 @dataclass
 class _Tracer:
-    """Traces one stage."""
-
     stage: Stage
     params: int  # number of primals that are parameters
     takes: BackwardInputs
@@ -155,7 +152,7 @@ class _Tracer:
     gradients: tuple[int, ...] = ()
 
     def template(self, index: int) -> Template:
-        joint = self._trace_symbolic() if numbers_of(self.stage.metas) else self._trace()
+        joint = self._trace_symbolic() if planned_of(self.stage.metas) else self._trace()
         return split(self.stage, joint, self.takes, self.gradients, index=index)
 
     def _trace_symbolic(self) -> fx.GraphModule:
@@ -167,7 +164,7 @@ class _Tracer:
         except for the symbols.
         """
         eager = self.lowering is Lowering.EAGER
-        fakes = compat.SymbolicFakes(numbers_of(self.stage.metas))
+        fakes = compat.SymbolicFakes(planned_of(self.stage.metas))
         with contextlib.ExitStack() as modes:
             modes.enter_context(fakes)
             modes.enter_context(real_tensors(self.stage) if eager else PowersOfTensors())

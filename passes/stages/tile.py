@@ -64,8 +64,6 @@ Read = tuple[fx.Node, Axis | None]
 
 @dataclass
 class _Writer:
-    """Writes the graph of pieces."""
-
     module: fx.GraphModule
     members: Sequence[Members]
     lengths: tuple[int, ...]
@@ -169,7 +167,7 @@ class _Part:
         cuts = act.cuts if act is not None else {}
         made = self.graph.node_copy(node, lambda n: self._value(n, cuts.get(n)))
         if self.length is None or act is None:
-            made.meta["val"] = _whole(node.meta["val"])
+            made.meta["val"] = compat.tree_map(_whole, node.meta["val"])
             return made
         self._resize(made, act, self.length)
         try:
@@ -208,11 +206,7 @@ def _each(value: Any) -> Sequence[Any]:
 
 def _whole(value: Any) -> Any:
     """The value of a node for all tokens, in this fake mode."""
-    if isinstance(value, torch.Tensor):
-        return TensorMeta.of(value.detach()).empty()
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_whole, value))
-    return value
+    return TensorMeta.of(value.detach()).empty() if isinstance(value, torch.Tensor) else value
 
 
 def _result(act: Act | None) -> tuple[Result, Axis | None]:

@@ -63,7 +63,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return dict(compat.arguments_of(node))
 
 
-def _rank(node: fx.Node) -> int:
+def _rank(node: Any) -> int:
     return len(shape_of(node) or ())
 
 
@@ -107,14 +107,15 @@ def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return act if act is not None and act.axis is not None and act.axis.dim != dim else None
 
 
-# Operators whose results have all tokens of their first operand, and no tokens of others.
+# Operators whose results have all tokens of one operand, and no tokens of others.
 
 
-def _moved(move: Move) -> Rule:
-    """The rule of such an operator: `move` returns the axis of its results."""
+def _moved(move: Move, at: int = 0) -> Rule:
+    """The rule of such an operator: `move` returns the axis of its results. `at`: the position of
+    the operand with tokens."""
 
     def rule(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-        source, value = node.args[0], node.meta["val"]
+        source, value = node.args[at], node.meta["val"]
         if not isinstance(source, fx.Node) or source not in axes:
             return None
         axis = move(node, source, axes[source])
@@ -175,7 +176,6 @@ def _norm(node: fx.Node, source: fx.Node, axis: Axis) -> Axis | None:
 
 
 def _dims(node: fx.Node, source: fx.Node) -> list[int]:
-    """The reduced dimensions."""
     rank, dims = _rank(source), _arguments(node).get("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
     return [d % rank for d in dims] if rank else []
@@ -196,14 +196,9 @@ def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule of an operation along another dimension of operands of equal rank, all cut."""
-    rank = _rank(node)
-    made = _aligned(node.all_input_nodes, axes, rank, tokens)
-    if made is None or any(_rank(operand) != rank for operand in node.all_input_nodes):
-        return None
-    axis, cuts = made
-    if len(cuts) < len(node.all_input_nodes) or _arguments(node)["dim"] % rank == axis.dim:
-        return None
-    return Act(cuts, ((Result.CUT, axis),))
+    act, operands = _along(node, axes, tokens), node.all_input_nodes
+    alike = all(_rank(operand) == _rank(node) for operand in operands)
+    return act if act is not None and alike and len(act.cuts) == len(operands) else None
 
 
 def _product(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -231,14 +226,6 @@ def _product(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return None
 
 
-def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    operands: Any = node.args
-    bias, a, b = operands[:3]
-    if bias in axes or b in axes or a not in axes or axes[a].dim != 0 or _rank(bias) > 1:
-        return None
-    return Act({a: axes[a]}, ((Result.CUT, axes[a]),))
-
-
 def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule of a product of fp8 factors: cut along rows of the first or columns of the second,
     with their scales. A sum over tokens is not supported, because scales may span all tokens."""
@@ -257,14 +244,6 @@ def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
             cuts[scale] = axis
         return Act(cuts, ((Result.CUT, axis),))
     return None
-
-
-def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    operands: Any = node.args
-    table, indices = operands[:2]
-    if indices not in axes or table in axes:
-        return None
-    return Act({indices: axes[indices]}, ((Result.CUT, axes[indices]),))
 
 
 def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -305,9 +284,9 @@ RULES: dict[str, Rule] = {
     **_rules(_all_cut, "cat slice_scatter"),
     "sum": _sum,
     **_rules(_product, "mm bmm"),
-    "addmm": _addmm,
+    "addmm": _moved(lambda n, x, axis: None if axis.dim or _rank(n.args[0]) > 1 else axis, 1),
     "_scaled_mm": _scaled_mm,
-    "embedding": _embedding,
+    "embedding": _moved(lambda node, indices, axis: axis, 1),
 }
 
 

@@ -71,7 +71,6 @@ def find_units(
 def _bucket(
     key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, ranks: int, replicas: int
 ) -> Bucket:
-    """A bucket for the parameters of a subtree, in the dtypes that are streamed."""
     packed = {leaf.name for leaf in subtree.params if leaf.packed}
     params = [
         (name, tensor)
