@@ -24,7 +24,7 @@ from megacompile import megacompile, schedules
 from megacompile.ir.capture import ParamInput
 from tests import inside
 from tests.equality.nets import Applies, assert_alike, trained
-from tests.zoo import WIDTH, Stack, assert_same, batch, equal, stack, step, twins
+from tests.zoo import WIDTH, Stack, assert_same, batch, equal, step, twins
 
 MODULES: dict[str, Callable[[], nn.Module]] = {}
 
@@ -250,10 +250,3 @@ def test_an_old_loss_keeps_no_model(in_backward: bool) -> None:
         step(each, batch())
     assert_same(plain, inner)
     assert older.requires_grad, "it lives"
-
-
-def test_schedules_before_a_step_are_none() -> None:
-    model = megacompile(stack()[0], device="cpu")
-    assert schedules(model) == []
-    step(model, batch())
-    assert schedules(model)[0].backward is not None

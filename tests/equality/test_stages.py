@@ -173,15 +173,6 @@ def test_a_rate_that_is_none_is_refused_and_those_of_other_captures_are_left_alo
     assert graphs and not any("megacompile" in graph for graph in graphs)
 
 
-def test_layers_with_another_configuration_share_no_template() -> None:
-    torch.manual_seed(0)
-    model = capturing.Model()
-    model.layers[2] = capturing.Whole(config=capturing.Config(capturing.Rounding.HALVES))
-    plain, streamed = twins(model)
-    assert_call_same(plain, streamed, torch.linspace(-1, 1, 8).view(2, 4))
-    assert len(schedules(streamed)[-1].templates) == 4
-
-
 # Code that cannot be traced on zeros: what it computes from them is an index that there is not.
 
 

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import AdamW
-from torch.utils.data import DataLoader
 
 from benchmarks.loops.catalogue import LOOPS
 from benchmarks.loops.loop import Engine
 from benchmarks.loops.measure import Measured, run
-from megacompile import megacompile, schedules
+from megacompile import megacompile
 from megacompile.errors import OptimizerError
 from tests import inside
 from tests.draws import drawn
@@ -89,54 +88,6 @@ def test_few_captures_with_inductor(name: str) -> None:
     for mine, theirs in zip(plain.losses, ours.losses, strict=True):
         assert theirs == pytest.approx(mine, rel=2e-3)
     assert_few_captures(ours, run(loop, Engine.COMPILE, **options))
-
-
-FLAGS: dict[str, dict[str, Any]] = {
-    "checkpoints": {"gradient_checkpointing": True},
-    "reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "autocast": {"bf16": True},
-    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
-}
-
-
-def trained(folder: Path, flags: dict[str, Any], *, streamed: bool) -> dict[str, Any]:
-    """Losses, norms of gradients and parameters of some steps."""
-    pytest.importorskip("accelerate")
-    from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
-
-    config = Qwen2Config(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, vocab_size=64, use_cache=False, attn_implementation="eager",
-    )  # fmt: skip
-    rows = [
-        {"input_ids": torch.arange(i, i + 16), "labels": torch.arange(i, i + 16)} for i in range(16)
-    ]
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    if streamed:
-        megacompile(model, device="cpu", lowering="eager")
-    arguments = TrainingArguments(
-        str(folder), use_cpu=True, max_steps=3, per_device_train_batch_size=4, logging_steps=1,
-        learning_rate=0.01, report_to=[], save_strategy="no", disable_tqdm=True, **flags,
-    )  # fmt: skip
-    loop = Trainer(model=model, args=arguments, train_dataset=rows)
-    loop.train()
-    assert not streamed or schedules(model)
-    logged = [(e["loss"], e["grad_norm"]) for e in loop.state.log_history if "loss" in e]
-    return {"logged": logged, "params": {n: p.detach() for n, p in model.named_parameters()}}
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_numbers_are_the_plain_ones(flags: str, tmp_path: Path) -> None:
-    plain = trained(tmp_path, FLAGS[flags], streamed=False)
-    ours = trained(tmp_path, FLAGS[flags], streamed=True)
-    assert len(plain["logged"]) == 3 and ours["logged"] == plain["logged"]
-    for name, param in plain["params"].items():
-        assert torch.equal(ours["params"][name], param), name
 
 
 OF_ACCUMULATION = 4
@@ -230,24 +181,3 @@ def test_a_trainer(tmp_path: Path) -> None:
         assert entry["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
     assert_close(plain, streamed)
     assert inside.backends(streamed) == {"in the backward"}
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_loop_of_accelerate(steps: int) -> None:
-    library = pytest.importorskip("accelerate")
-    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    torch.manual_seed(0)
-    both = pair(Classifier())
-    losses: list[list[float]] = [[], []]
-    for (model, optimizer), found in zip(both, losses, strict=True):
-        loader = DataLoader(Rows(), batch_size=4)
-        prepared, wrapped, data = accelerator.prepare(model, optimizer, loader)
-        for inputs in data:
-            with accelerator.accumulate(prepared):
-                loss = prepared(**inputs)["loss"]
-                accelerator.backward(loss)
-                wrapped.step()
-                wrapped.zero_grad()
-            found.append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert_close(both[0][0], both[1][0])

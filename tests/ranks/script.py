@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import explain, loops, modes, refusals, replicas, states, wrapped
+from tests.ranks import loops, modes, refusals, replicas, states, wrapped
 from tests.ranks.here import Check, Here
 
 TIMEOUT = datetime.timedelta(seconds=180)  # of a collective that another rank never comes to
@@ -25,7 +25,7 @@ PARTS: dict[str, dict[str, Check]] = {
     "two": {
         **states.TWO,
         **refusals.TWO,
-        **explain.TWO,
+        **refusals.EXPLAINED,
         **loops.TWO,
         **wrapped.TWO,
         **modes.checks(modes.TWO),

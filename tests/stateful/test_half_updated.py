@@ -218,27 +218,6 @@ def test_a_checkpoint_goes_on() -> None:
     half.go_on()
 
 
-def test_where_nothing_was_updated_nothing_needs_to_be_loaded() -> None:
-    """A backward that failed before; and a checkpoint that is loaded instead of the step."""
-    pair = Pair()
-    pair.steps(1)
-    nothing: dict[str, Any] = {}
-    for each, optimizer in pair.both:
-        loss = zoo.loss_of(each(**zoo.batch(1)))
-        loss.register_hook(lambda _: nothing["no luck"])
-        optimizer.zero_grad()
-        with pytest.raises(KeyError, match="no luck"):
-            loss.backward()
-    pair.steps(1)
-    pair.close()
-    saved = copy.deepcopy((pair.model.state_dict(), pair.optimizer.state_dict()))
-    backward(pair.model, 7)
-    pair.model.load_state_dict(saved[0])
-    pair.optimizer.load_state_dict(saved[1])
-    pair.steps(1)
-    pair.close()
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_a_loader_that_reads_first(tmp_path: Path) -> None:
     """As that of torch.distributed.checkpoint. What is not restored is refused again."""

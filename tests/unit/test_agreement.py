@@ -2,7 +2,7 @@
 
 Graphs: with processes that are killed, stopped and interrupted, `tests/ranks/test_torchrun.py`.
 Rates of GPUs that they measure, and of disks: with two processes, and who is slow,
-`tests/ranks/explain.py` and `tests/messages/test_ranks.py`.
+`tests/ranks/refusals.py` and `tests/messages/test_ranks.py`.
 """
 
 from __future__ import annotations

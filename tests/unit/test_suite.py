@@ -132,25 +132,13 @@ def test_what_the_makefile_runs_is_there(target: str) -> None:
 
 PLANTED: list[tuple[Rule, str, str, list[str]]] = [
     (imported, "models", "from megacompile.plan import planner", ["1: megacompile.plan.planner"]),
-    (imported, "ranks", "import megacompile.api", ["1: megacompile.api"]),
-    (imported, "equality", "from megacompile import compat", ["1: megacompile.compat"]),
-    (imported, "models", "def f():\n  import megacompile.log", ["2: megacompile.log"]),
-    (imported, "models", "from megacompile import megacompile, OptionError", []),
     (imported, "models", "import megacompile as m\nfrom megacompile.errors import TraceError", []),
-    (imported, "stateful", "from megacompile.ir import ops\nfrom tests import inside", []),
     (imported, "unit", "from megacompile.plan import planner", []),
     (patched, "", "from megacompile import api\np.setattr(api, 'f', 1)", ["2: api"]),
-    (patched, "", "import megacompile.api as a\na.f = 1", ["2: a"]),
-    (patched, "", "from unittest import mock\nfrom megacompile.plan.candidates import Candidates\n"
-     "with mock.patch.object(Candidates, 'add'): pass", ["3: Candidates"]),
     (patched, "", "@mock.patch('megacompile.api.f')\ndef f(): pass", ["1: megacompile.api.f"]),
-    (patched, "", "from megacompile import numa\ndel numa.node_of", ["2: numa"]),
-    (patched, "", "from megacompile import numa\nmodel.numa.x = 1\nnuma.bind(1)", []),
-    (patched, "", "import torch\np.setattr(torch.cuda, 'synchronize', f)", []),
+    (patched, "", "from megacompile import numa\nmodel.numa.x = 1\ndel numa.f", ["3: numa"]),
     (quoted, "", "with pytest.raises(OptionError, match='there are 2'): f()", ["1: there are 2"]),
-    (quoted, "", "with pytest.warns(UserWarning, match='as said once'): f()", ["1: as said once"]),
     (quoted, "messages/", "with pytest.raises(OptionError, match='there are 2'): f()", []),
-    (quoted, "", "with pytest.raises(OptionError, match='lookahead'): f()", []),
     (quoted, "", "with pytest.raises(ValueError, match='in the stage of ours'): f()", []),
 ]  # fmt: skip
 
