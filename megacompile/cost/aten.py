@@ -41,19 +41,8 @@ _SCATTERED = {  # position of the argument that is written by an index
 }
 _FUSED = {"aten", "prims", "quantized_decomposed"}  # namespaces that Inductor generates code for
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
-_KEPT_NUMBERS = 1024  # of a row, in a kernel that reduces it (Inductor's persistent reductions)
 _MANY_COLUMNS = 8448  # with fewer, Inductor splits the rows: 64 for each of 132 multiprocessors
 _ALL_COLUMNS = 95000  # that reach the full memory rate: 18944 reached 0.8 to 1.0 of 4.8 TB/s (H200)
-
-# Instructions per element, fitted to kernels of gated MLPs on an H200: kernels with silu and fp8
-# casts are bound by instructions, not by memory; the fit is within 25 %.
-_SLOW = set(
-    "exp exp2 expm1 log log2 log10 log1p reciprocal sigmoid tanh erf sin cos rsqrt sqrt silu gelu "
-    "softplus logit atan atan2 _softmax _log_softmax".split()
-)
-_SLOW_INSTRUCTIONS = 12
-_CLAMP_INSTRUCTIONS = 2  # NaN stays NaN
-_CAST8_INSTRUCTIONS = 4
 
 
 def name_of(node: fx.Node) -> str:
@@ -103,27 +92,11 @@ def flops_of(node: fx.Node) -> int:
     if is_grouped(node):
         return _grouped_flops(node)
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if (
-        formula is None
-    ):  # with packed weights: each element is a sum over the first's last dimension
+    if formula is None:  # packed weights: each element is a sum over the first's last dimension
         found = _operands(node)
         return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def instructions_of(node: fx.Node) -> int:
-    """Instructions of an elementwise node or a reduction, for all elements of its largest
-    tensor."""
-    sizes = (t.numel() for n in (node, *node.all_input_nodes) for t in tensors_of(n))
-    numel, name = max(sizes, default=0), name_of(node)
-    divides = name == "div" and isinstance(node.args[1], fx.Node)  # else a multiplication
-    if divides or name in _SLOW:
-        return _SLOW_INSTRUCTIONS * numel
-    if name.startswith("clamp"):
-        return _CLAMP_INSTRUCTIONS * numel
-    casts = any(_is_fp8(t.dtype) for t in tensors_of(node))
-    return (_CAST8_INSTRUCTIONS if casts else 1) * numel
 
 
 def _is_fp8(dtype: torch.dtype) -> bool:
@@ -276,14 +249,6 @@ def reduces_to_one(node: fx.Node) -> bool:
         return False
     taken, given = _reduced(node)
     return given.numel() == 1 and math.prod(taken.shape[:-1]) > 1
-
-
-def reduces_long_rows(node: fx.Node) -> bool:
-    """True if a reduction's rows are too long for a kernel to hold."""
-    if name_of(node) not in REDUCTIONS or reduces_to_one(node) or reduces_columns(node):
-        return False
-    taken, given = _reduced(node)
-    return taken.numel() > _KEPT_NUMBERS * given.numel()
 
 
 def reduces_columns(node: fx.Node) -> bool:

@@ -5,22 +5,17 @@
 [Note: fusion] Inductor calls libraries for matrix products and attention and operators of other
 packages, and generates kernels for the rest. Elementwise nodes are computed in their readers. A
 value is *realized*, written to memory, if a library call, the reader of a reduction or the caller
-needs it, or if several readers would repeat too much work. Realized nodes that no library call
-separates and that reduce in the same direction share one kernel, which reads and writes only the
-values that cross its border. A value that depends on a number reduced from a whole tensor (the
-scale of an fp8 cast) needs a second kernel. Without fusion (lowering "eager") every node is a
-kernel.
-
-[Note: instructions] With many or slow elementwise nodes, such as casts to fp8 after silu, a kernel
-is bound by its instructions and not by its bytes. A kernel that reduces long rows and then uses the
-result passes over them twice, the second time from the cache, and computes everything twice.
+needs it. Realized nodes that no library call separates and that reduce in the same direction share
+one kernel, which reads and writes only the values that cross its border. A value that depends on a
+number reduced from a whole tensor (the scale of an fp8 cast) needs a second kernel. Without fusion
+(lowering "eager") every node is a kernel.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -33,7 +28,6 @@ from megacompile.cost.aten import (
     REDUCTIONS,
     bytes_of,
     flops_of,
-    instructions_of,
     is_attention,
     is_called,
     is_library,
@@ -44,7 +38,6 @@ from megacompile.cost.aten import (
     reached_rate,
     readers_of,
     reduces_columns,
-    reduces_long_rows,
     reduces_to_one,
     scattered_bytes,
     scatters,
@@ -55,9 +48,6 @@ from megacompile.cost.aten import (
 from megacompile.cost.hardware import Hardware
 from megacompile.ir import ops
 from megacompile.ir.values import endings
-
-_MANY_READS = 4  # Inductor's realize_reads_threshold
-_INSTRUCTIONS_A_BYTE = 1.5  # to load or store 16-bit elements, including addresses
 
 
 class KernelBound(Enum):
@@ -78,22 +68,19 @@ class Kernel:
     size_bytes: int
     itemsize: int  # bytes of an operand's element: 1 (fp8), 2 or 4
     reached: float = 1.0  # share of the limiting rate that its size and access pattern allow
-    instructions: int = 0  # of elementwise code, for all elements
 
     def seconds(self, hardware: Hardware) -> float:
-        """Time on a device, without overlap: the longest of operations, bytes and instructions at
-        their rates, plus a launch."""
+        """Time on a device, without overlap: the longer of operations and bytes at their rates,
+        plus a launch."""
         moved_s = self.size_bytes / (hardware.memory_gb_s * 1e9)
         if self.kind is KernelBound.MEMORY:
             moved_s /= self.reached
-        # fp32 products are FMAs of two operations; with TF32 the rate is higher and this too small
-        issued_s = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)
         rate = hardware.matmul32_tflop_s if self.itemsize > 2 else hardware.matmul_tflop_s
         if self.itemsize == 1:
             rate = hardware.matmul8_tflop_s or rate
         attends = self.kind is KernelBound.ATTENTION
         rate *= hardware.attention_share if attends else hardware.sustained
-        return max(self.flops / (rate * self.reached * 1e12), moved_s, issued_s) + hardware.launch_s
+        return max(self.flops / (rate * self.reached * 1e12), moved_s) + hardware.launch_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +135,12 @@ class _Op:
     level: int  # longest chain of library calls and full reductions up to it
     library: bool = False
     inner: bool = True  # reduces rows or nothing, so it can share a kernel with elementwise nodes
-    inlined: frozenset[fx.Node] = frozenset()  # elementwise nodes computed in it
     flops: int = 0
     extra_bytes: int = 0  # beyond reading inputs and writing outputs once
     inside_bytes: int = 0  # allocated while it runs
 
 
 Group = Sequence[_Op]  # nodes that share a kernel
-Reused = Callable[[Group, set[int]], set[int]]
 
 
 class _Walk:
@@ -167,7 +152,6 @@ class _Walk:
         self.levels: list[int] = []  # of buffers: see `_Op`
         self.done: list[_Op] = []
         self.of: dict[fx.Node, Reads] = {}  # buffers that reading a node reads
-        self.inlined: dict[fx.Node, frozenset[fx.Node]] = {}  # elementwise nodes computed with it
         self.inputs: dict[int, int] = {}  # buffer -> index of the placeholder
         self.realized: dict[fx.Node, tuple[int, ...]] = {}  # -> its buffers
         for node in graph.nodes:
@@ -189,15 +173,11 @@ class _Walk:
 
     def _visit(self, node: fx.Node) -> None:
         reads = _joined(self.of[source] for source in node.all_input_nodes)
-        inlined = frozenset[fx.Node]().union(
-            *(self.inlined.get(source, ()) for source in node.all_input_nodes)
-        )
         if node.target is operator.getitem:
-            self.of[node], self.inlined[node] = self._item(node), inlined
+            self.of[node] = self._item(node)
         elif is_view(node):
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
-            self.inlined[node] = inlined
         elif is_called(node):
             self._realize(
                 node,
@@ -210,14 +190,14 @@ class _Walk:
         elif scatters(node):
             self._realize(node, reads, library=True, extra_bytes=2 * scattered_bytes(node))
         else:
-            size, inlined = bytes_of(tensors_of(node)), inlined | {node}
             if name_of(node) in INDEXED:
+                size = bytes_of(tensors_of(node))
                 reads = {buffer: min(read, size) for buffer, read in reads.items()}
-            reduces = name_of(node) in REDUCTIONS
-            if reduces or not self.fused or self._must_realize(node, reads):
-                self._realize(node, reads, inner=not reduces_columns(node), inlined=inlined)
+            needed = any(u.op == "output" or is_library(u) for u in readers_of(node))
+            if name_of(node) in REDUCTIONS or not self.fused or needed:
+                self._realize(node, reads, inner=not reduces_columns(node))
             else:
-                self.of[node], self.inlined[node] = reads, inlined
+                self.of[node] = reads
 
     def _item(self, node: fx.Node) -> Reads:
         source, index = node.args
@@ -230,12 +210,6 @@ class _Walk:
         position = sum(isinstance(value, torch.Tensor) for value in values[:index])
         buffer = self.realized[source][position]
         return {buffer: self.sizes[buffer]}
-
-    def _must_realize(self, node: fx.Node, reads: Reads) -> bool:
-        users = list(readers_of(node))
-        if any(u.op == "output" or is_library(u) for u in users):
-            return True
-        return len(users) > 1 and len(reads) > _MANY_READS
 
     def _realize(self, node: fx.Node, reads: Reads, *, library: bool = False, **of: Any) -> None:
         level = max((self.levels[b] for b in reads), default=0) + library
@@ -271,8 +245,7 @@ class _Walk:
             kind = KernelBound.PRODUCT
         elif self.fused:
             reached = min(reached_in_columns(op.node) for op in group)
-        itemsize, instructions = itemsize_of(last.node), _instructions(group, moved)
-        return Kernel(last.node.name, kind, last.flops, moved, itemsize, reached, instructions)
+        return Kernel(last.node.name, kind, last.flops, moved, itemsize_of(last.node), reached)
 
     def _groups(self) -> list[list[_Op]]:
         """Groups of realized nodes that share a kernel, in the order of their last node."""
@@ -306,31 +279,21 @@ class _Walk:
             yield Returned(memory, self.sizes[buffer])
 
     def peak_bytes(self) -> int:
-        """Peak memory of realized values, the larger of program order and fused order.
-
-        Fused elementwise nodes reuse the buffers that they read. Kernels run in Inductor's order;
-        the inputs and outputs of a kernel's nodes are all live at once.
+        """Peak memory of realized values, in Inductor's order of kernels. All inputs and outputs of
+        a kernel's nodes are live at once; fused elementwise nodes reuse the buffers that they read.
 
             before: a, b -> y;  c, d -> z;  y * z -> x     at most y c d x
             after:  a, b, c, d -> y, z, x                  a b c d, of which two become y z, and x
         """
-        alone = [[op] for op in self.done]
-        if not self.fused:
-            return self._peak(alone, lambda _, __: set())
-        peak = self._peak(alone, lambda group, dying: set() if group[0].library else dying)
-        return max(peak, self._peak(self._in_order(self._groups()), self._reused, inner=True))
-
-    def _peak(self, groups: Sequence[Group], reused: Reused, *, inner: bool = False) -> int:
-        """Peak memory of kernels in sequence. `reused` returns the buffers that a kernel reads last
-        and writes into; with `inner`, values used only inside a kernel take no memory."""
+        groups = self._in_order(self._groups())
         used = [{b for op in group for b in (*op.reads, *op.writes)} for group in groups]
         live = peak = 0
         for group, ending in zip(groups, endings([*used, self.kept]), strict=False):
             written = {b for op in group for b in op.writes}
             dying = ending - self.inputs.keys()
-            if inner and not group[0].library:
+            if self.fused and not group[0].library:  # values used only inside take no memory
                 written, dying = written - dying, dying - written
-            into = reused(group, dying - written)
+            into = self._reused(group, dying - written)
             live += self._size(written) - self._size(into)
             peak = max(peak, live + max(op.inside_bytes for op in group))
             live -= self._size(dying - into)
@@ -359,7 +322,7 @@ class _Walk:
     def _reused(self, group: Group, dying: set[int]) -> set[int]:
         """The buffers that a kernel reads last and writes into: for each output of a node, an input
         of equal size that no other node of the kernel reads."""
-        if group[0].library:
+        if group[0].library or not self.fused:
             return set()
         readers = Counter(b for op in group for b in op.reads)
         reused: set[int] = set()
@@ -369,13 +332,3 @@ class _Walk:
                 fits = [b for b in alone if self.sizes[b] == size and b not in reused]
                 reused.update(fits[:1])
         return reused
-
-
-def _instructions(group: Group, moved: int) -> int:
-    """Instructions of a generated kernel: see [Note: instructions]."""
-    if group[0].library:
-        return 0
-    reduced = {b for op in group if op.inner and reduces_long_rows(op.node) for b in op.writes}
-    passes = 2 if any(reduced.intersection(op.reads) for op in group) else 1
-    nodes = frozenset[fx.Node]().union(*(op.inlined for op in group))
-    return int(passes * (sum(map(instructions_of, nodes)) + _INSTRUCTIONS_A_BYTE * moved))
