@@ -103,8 +103,8 @@ def explain(
     adds measured times. For the model's stages, and the process's updates in C++, `code` counts
     those from caches and those compiled in this process, and the seconds that took.
 
-    If ranks share the model, it names the slowest one and its cost. No rank waits for another in
-    this call, so a single rank may make it.
+    If ranks share the model and have saved a trace, it names the one that the others waited for. No
+    rank waits for another in this call, so a single rank may make it.
 
     Args:
         model: a model that has run a step; its newest schedules are explained.
@@ -151,7 +151,6 @@ def explain(
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
-    agreed = compiler.setting.agreed if hardware is None else None
     plans = options.plans and any(schedule.backward is not None for schedule in made)
     return Explanation.of(
         now,
@@ -159,7 +158,6 @@ def explain(
         parameters=sum(p.numel() for p in model.parameters()),
         traced=None if trace is None else trace.measured,
         changes=scenario.changes(now, compiler, planned) if changes and plans else (),
-        rates=() if agreed is None else agreed.ranks,
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
         moved=moved,
         code={

@@ -9,7 +9,6 @@ it while the others wait.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shutil
@@ -35,23 +34,6 @@ _LONGEST = ("launch_s", "copy_s", "collective_s")
 AllGather = Callable[[Any], list[Any]]  # gathers one value per rank, in the mesh's order
 
 
-@dataclass(frozen=True, slots=True)
-class RankRates:
-    """Rates of one rank: its GPU, and its whole host."""
-
-    rank: int  # of all processes
-    host: str
-    hardware: Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """The rates that all ranks plan with, and each rank's own rates."""
-
-    hardware: Hardware  # the slowest of all ranks; a rank's share of its host and disk
-    ranks: tuple[RankRates, ...]  # in order of rank
-
-
 def ranks_of_host(mesh: DeviceMesh) -> int:
     """Number of ranks on this host according to torchrun, or else all of the mesh."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -75,7 +57,6 @@ def use_cores(mesh: DeviceMesh) -> None:
 class _Said(NamedTuple):
     """The rates of a rank, as it tells the others."""
 
-    rank: int  # of all processes
     host: tuple[str, str]
     of_host: int  # number of torchrun's ranks there
     hardware: Hardware | None
@@ -132,18 +113,17 @@ def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
     return found
 
 
-def _with_hosts(found: Sequence[_Said]) -> tuple[tuple[RankRates, ...], list[Hardware]]:
-    """Each rank's rates with its whole host, which has the sum of what its ranks reached together,
-    and with its share of it."""
-    rows, shares = [], []
-    for rank, host, of_host, hardware, disk_ranks in sorted(found, key=lambda each: each.rank):
+def _shares(found: Sequence[_Said]) -> list[Hardware]:
+    """Each rank's rates with its share of its host, which has the sum of what its ranks reached
+    together."""
+    shares = []
+    for host, of_host, hardware, disk_ranks in found:
         assert hardware is not None
         of_all = [e.hardware.host_memory_gb_s for e in found if e.host == host and e.hardware]
-        whole = hardware.replace(host_memory_gb_s=sum(of_all))
-        rows.append(RankRates(rank, host[1], whole))
-        share = whole.divided(of_host, "host_bytes").divided(disk_ranks, *DISK_RATES)
-        shares.append(share.divided(len(of_all), "host_memory_gb_s"))
-    return tuple(rows), shares
+        mean_gb_s = statistics.mean(of_all)
+        share = hardware.divided(of_host, "host_bytes").divided(disk_ranks, *DISK_RATES)
+        shares.append(share.replace(host_memory_gb_s=mean_gb_s))
+    return shares
 
 
 def _slowest(rates: Sequence[Hardware]) -> Hardware:
@@ -227,83 +207,25 @@ def agree(
     measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_together,
     gathers: Callable[..., tuple[float, float]] = interconnect,
     sums: Callable[..., float | None] = network,
-) -> Agreed:
-    """Find the slowest rates of the GPUs of all ranks, with their disks'. This is a collective,
-    which raises if a rank fails. Each GPU is measured once, in a few seconds;
-    tests have other measurements."""
+) -> Hardware:
+    """Find the rates that all ranks plan with: the slowest of all GPUs and disks, with a rank's
+    share of its host. This is a collective, which raises if a rank fails. Each GPU is measured
+    once, in a few seconds; tests have other measurements."""
     here = all_gather_object(host_of_rank()).count(host_of_rank())
 
     def gathered(rates: Hardware | None) -> list[_Said]:
         of_disk = None if disk is None else disk.rates
         whole = rates if rates is None or of_disk is None else of_disk.on(rates)
         users = 1 if disk is None else disk.ranks
-        return all_gather_object(
-            _Said(mesh.get_rank(), host_of_rank(), ranks_of_host(mesh), whole, users)
-        )
+        return all_gather_object(_Said(host_of_rank(), ranks_of_host(mesh), whole, users))
 
     found = gathered(saved(device, here))
     if any(each.hardware is None for each in found):  # if one must measure, all do at once
         found = gathered(measure(device, here, lambda: all_gather_object(None)))
-    ranks, shares = _with_hosts(found)
-    slowest = _slowest(shares)
-    if len(ranks) == 1:  # no other rank to gather from
-        return Agreed(slowest, ranks)
+    slowest = _slowest(_shares(found))
+    if len(found) == 1:  # no other rank to gather from
+        return slowest
     gather_gb_s, start_s = gathers(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
     network_gb_s = sums(mesh, device, all_gather_object)
-    return Agreed(replace(slowest, collective_s=start_s, network_gb_s=network_gb_s), ranks)
-
-
-# Slow ranks and their slow rates.
-#
-#     matmul_tflop_s   655 652 610 657   ->   rank 2: 610, the others 655
-#
-# A rank is slow if it is closer to the slowest than to the fastest. So a host with slow memory is
-# reported with all of its ranks.
-
-FELT = 0.03  # smaller gaps are noise: a rate is measured within seconds
-
-_COMPARED = (
-    *("matmul_tflop_s", "matmul32_tflop_s", "matmul8_tflop_s", "memory_gb_s", "h2d_gb_s"),
-    *("d2h_gb_s", "host_memory_gb_s", "update_gb_s", "disk_read_gb_s", "disk_write_gb_s"),
-    *("launch_s", "copy_s"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SlowRate:
-    """A rate at which some ranks are slower than the others."""
-
-    name: str  # of the figure of `Hardware`
-    ranks: tuple[int, ...]  # the slow ones
-    hosts: tuple[str, ...]  # of the slow ranks
-    value: float  # of the slowest rank, used by plans
-    median: float  # of the others
-    shorter: float = 0.0  # predicted share of a step that the others' rate would save
-
-    def at_median(self, hardware: Hardware) -> Hardware:
-        """The same machine with the others' rate, also while the other direction runs."""
-        both, ratio = self.name.replace("_gb_s", "_both_gb_s"), self.median / self.value
-        names = [field.name for field in fields(hardware) if field.name in (self.name, both)]
-        return hardware.replace(**{name: getattr(hardware, name) * ratio for name in names})
-
-
-def slow_rates(ranks: Sequence[RankRates]) -> list[SlowRate]:
-    """Rates at which ranks are slower by more than `FELT`."""
-    found = []
-    for name in _COMPARED:
-        values = [getattr(each.hardware, name) for each in ranks]
-        if not values or not all(value and math.isfinite(value) for value in values):
-            continue  # a rank has no such rate
-        if name.endswith("_tflop_s"):
-            values = [v * r.hardware.sustained for v, r in zip(values, ranks, strict=True)]
-        sign = 1 if name in _LONGEST else -1
-        between = sign * (min(values) + max(values)) / 2
-        slow = [r for v, r in zip(values, ranks, strict=True) if sign * v > between]
-        median = statistics.median(v for v in values if sign * v <= between)
-        worst = max(values, key=lambda value: sign * value)
-        if slow and 1 - min(worst, median) / max(worst, median) > FELT:
-            numbers = tuple(sorted(each.rank for each in slow))
-            hosts = tuple(dict.fromkeys(each.host for each in slow))
-            found.append(SlowRate(name, numbers, hosts, worst, median))
-    return found
+    return replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)

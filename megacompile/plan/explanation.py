@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from megacompile.cost.memory import MemoryKind
-from megacompile.cost.rank_rates import FELT
 from megacompile.plan.findings import Findings
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
 from megacompile.views.critical_path import NONE
@@ -21,6 +20,7 @@ _KINDS = (  # rows of the table of memory
     *(MemoryKind.SLOTS, MemoryKind.STAGED),
 )
 _EXPLAINED = 0.02  # smaller shares are not shown
+_FELT = 0.03  # of a step; ranks that wait less for another one are not shown
 
 Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
 
@@ -160,32 +160,18 @@ def network_lines(found: Findings) -> list[str]:
 
 
 def _slowest_lines(found: Findings) -> list[str]:
-    """The ranks that the others wait for, by their rates and in a trace; [] if the effect is
-    small."""
-
-    def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-        where = f" (host {', '.join(hosts)})" if len(found.hosts) > 1 else ""
-        return ", ".join(map(str, ranks)) + where
-
-    lines = []
-    for rate in found.slow_ranks:
-        lines.append(
-            f"{named(rate.ranks, rate.hosts)}: {rate.name} is {rate.value:.3g}, the others' is "
-            f"{rate.median:.3g}, with which a step would be {rate.shorter:.0%} shorter"
-        )
+    """The rank that the others wait for in a trace; [] if they wait little."""
     last = found.last_rank
-    if last is not None and last.waited_s > FELT * last.step_s:
-        why = "none of its recorded ops takes longer than the others': its host has other work"
-        if last.lane != NONE:
-            why = (
-                f"its {last.lane} is busy for {duration(last.busy_s)} a step, the others' for "
-                f"{duration(last.others_busy_s)}"
-            )
-        lines.append(
-            f"{named([last.rank], [last.host])} came last in the traced steps: {why}; the others "
-            f"wait {duration(last.waited_s)} a step longer in collectives"
-        )
-    return lines
+    if last is None or last.waited_s <= _FELT * last.step_s:
+        return []
+    why = "none of its recorded ops takes longer than the others': its host has other work"
+    if last.lane != NONE:
+        busy, others = duration(last.busy_s), duration(last.others_busy_s)
+        why = f"its {last.lane} is busy for {busy} a step, the others' for {others}"
+    return [
+        f"{last.rank} (host {last.host}) came last in the traced steps: {why}; the others wait "
+        f"{duration(last.waited_s)} a step longer in collectives"
+    ]
 
 
 def _disk_lines(found: Findings) -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from megacompile.cost.ops import node_s
-from megacompile.cost.rank_rates import RankRates, SlowRate, slow_rates
 from megacompile.cost.simulate import Prediction
 from megacompile.ir import ops
 from megacompile.ir.plan import SavedPart, Tier
@@ -28,8 +27,6 @@ from megacompile.views.critical_path import (
     traced_steps,
 )
 from megacompile.views.timeline import Timeline
-
-_SHORTER = 0.01  # of a step; a slow rank that costs less is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +116,6 @@ class Findings:
     replicas: int = 1  # ranks with the same shard
     network_gb_s: float | None = None  # per rank, between replicas; None: no replicas
     network_is_assumed: bool = False  # neither measured nor given
-    hosts: tuple[str, ...] = ()  # of the ranks, if their rates are known
-    slow_ranks: tuple[SlowRate, ...] = ()  # that make steps noticeably longer, the costliest first
     last_rank: LastRank | None = None  # the rank that the others wait for; None: not traced
     disk_traffic: DiskTraffic | None = None  # None: nothing on a disk
     code: dict[str, CodeCounts] = field(default_factory=dict)  # compiled code, by kind
@@ -134,7 +129,6 @@ class Findings:
         parameters: int,
         traced: Timeline | None = None,
         changes: Sequence[Change] = (),
-        rates: Sequence[RankRates] = (),
         rank_steps: Sequence[RankSteps] = (),
         code: Mapping[str, CodeCounts] | None = None,
         moved: Moved | None = None,
@@ -144,7 +138,6 @@ class Findings:
         Args:
             now: the step.
             traced: a trace of whole steps; the first is ignored if there are more.
-            rates: of each rank that shares the model; `now` is planned with the slowest.
             rank_steps: the traced steps of each rank.
         """
         peak, device = now.device.peak, now.device_kinds()
@@ -180,8 +173,6 @@ class Findings:
             replicas=now.replicas,
             network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
             network_is_assumed=now.replicas > 1 and now.hardware.network_gb_s is None,
-            hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
-            slow_ranks=_slow_ranks(now, rates),
             last_rank=last_rank(rank_steps),
             disk_traffic=DiskTraffic(planned[Stream.READ], planned[Stream.WRITE], moved)
             if disk
@@ -231,17 +222,6 @@ def _streams(timeline: Prediction, steps: StepFigures | None) -> tuple[Busy, ...
             critical_s = timeline.critical_s.get(lane, 0.0)
             found.append(Busy(name, busy_s, critical_s, traced_s, waited_s))
     return tuple(found)
-
-
-def _slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRate, ...]:
-    """The rates at which ranks are slower than the others, found by simulating the same step with
-    the others' rate."""
-    found = []
-    for rate in slow_rates(ranks):
-        step_s = now.timeline(rate.at_median(now.hardware)).step_s
-        if step_s <= now.step_s * (1 - _SHORTER):
-            found.append(replace(rate, shorter=1 - step_s / now.step_s))
-    return tuple(sorted(found, key=lambda each: -each.shorter))
 
 
 def _reasons(plans: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.rank_rates import Agreed
 from megacompile.cost.rates import cached, load, load_disk
 from megacompile.host_memory import PAGE_LOCKS
 from megacompile.options import Options
@@ -26,7 +25,7 @@ class Setting:
     options: Options  # validated
     hardware: Hardware | None = None  # the GPU to plan for; None: the device of the options
     host_bytes: int | None = None  # that the model may take; None: that of `hardware`, or unknown
-    agreed: Agreed | None = None  # rates of the ranks that share the model, if known
+    of_ranks: Hardware | None = None  # that share the model: the slowest rates, if known
     disk_bytes: int | None = None  # one rank's share of a disk; None: not shared
     least: Callable[[int], int] | None = None  # the minimum over ranks that plan together
 
@@ -51,7 +50,7 @@ class Setting:
         device, folder = self.options.device, self.options.disk
         if device.type != "cuda":  # nothing is measured for a plan on the CPU
             return (cached(device) if self.options.ranks == 1 else None) or _ASSUMED
-        found = None if self.agreed is None else self.agreed.hardware  # includes the disk
+        found = self.of_ranks  # includes the disk
         if found is None:
             found = load(device) if folder is None else load_disk(folder).on(load(device))
         return replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
