@@ -110,20 +110,12 @@ def settle(model: nn.Module) -> None:
         if getattr(module, _FOR_CPU, False):
             module.state_dict()  # converts back
             setattr(module, _FOR_CPU, False)
-    unshare(model)
-
-
-def unshare(model: nn.Module) -> list[Member]:
-    """Copy state tensors that packed parameters share. Returns the members as they were before."""
     owner: dict[int, int] = {}  # tensor -> parameter
-    shared: list[Member] = []
     for module, _, param in packed_parameters(model):
         for member in members(module, param):
             if owner.setdefault(id(member.tensor), id(param)) != id(param):
-                shared.append(member)
                 with torch.no_grad():
                     setattr(member.holder, member.key, member.tensor.clone())
-    return shared
 
 
 def twins(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -37,7 +37,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import expected_tangents
 from megacompile.options import Lowering, Options
-from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apart, unshare
+from megacompile.packed import any_packed, is_wrapper, leaves, on_device, taken_apart
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler, SettledPlans
 from megacompile.plan.pipeline import Planned
@@ -102,18 +102,14 @@ def abstract_programs(
             memory, plans may use all of the machine's except 5 % or 4 GiB, whichever is less.
 
     Raises:
-        ModelError: `model` is not a module, has no parameters, or no graph was captured.
+        ModelError: `model` is not a module, has no parameters or packed ones of a class that wraps
+            no others (bitsandbytes), or no graph was captured.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"to plan for: got {type(model).__name__}; needed a torch.nn.Module")
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to plan for; needed one")
-    shared = unshare(model)  # as megacompile() does
-    try:
-        return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
-    finally:
-        for member in shared:
-            setattr(member.holder, member.key, member.tensor)
+    return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
 
 
 class _Capturing:
@@ -219,18 +215,12 @@ class _Capturing:
                 holder[name] = tensor
 
     def _sites(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Every attribute that holds a parameter, a tensor in a packed parameter's state, or a
-        buffer."""
+        """Every attribute that holds a parameter or a buffer."""
         for module in self.model.modules():
             for holder in (compat.parameters_of(module), compat.buffers_of(module)):
                 for name, tensor in holder.items():
                     if tensor is not None:
                         yield holder, name, tensor
-            for param in compat.parameters_of(module).values():
-                if param is not None and not is_wrapper(param):
-                    for member in members(module, param):
-                        if member.path:
-                            yield member.attributes, member.key, member.tensor
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.made:
@@ -251,66 +241,11 @@ class _Capturing:
         bucket, i = self.by_leaf[id(tensor)]
         fake = self._fake(tensor.detach(), bucket.params[i].dtype)
         if isinstance(tensor, nn.Parameter):
+            if any_packed([tensor]):
+                raise ModelError(
+                    f"to plan for: got a parameter of class {type(tensor).__name__}, whose code "
+                    "needs values; needed ordinary ones, or those of torchao"
+                )
             fake = nn.Parameter(fake, tensor.requires_grad)
-            if type(tensor) is not nn.Parameter:  # a packed one keeps its class and state
-                fake = shape_class(type(tensor))(fake)
-                vars(fake).update(vars(tensor))
         self.places[id(fake)] = (bucket, i)
         return fake
-
-
-# Stand-ins for packed parameters that have their own tensor class, when only shapes are known.
-#
-# Dynamo captures tensors of a foreign class only if they wrap others, and the code of that class
-# checks for the class and reads its attributes. So the stand-in is an instance of that class that
-# wraps a fake tensor.
-
-
-class Shape(torch.Tensor):
-    """A wrapper around a fake tensor; its subclasses derive from the parameter's class too."""
-
-    fake: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, fake: torch.Tensor) -> Shape:
-        self: Shape = compat.wrapper(cls, fake, fake.device)
-        self.fake = fake
-        self._is_param = True  # isinstance(self, nn.Parameter)
-        return self
-
-    def __init__(self, fake: torch.Tensor) -> None:
-        del fake
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        del tensor_contents
-        return f"{type(self).__name__}({self.fake!r})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["fake"], None
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any
-    ) -> Shape:
-        del context, size, stride
-        return cls(inner["fake"])
-
-    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        del types
-
-        def inner(value: Any) -> Any:
-            return value.fake if isinstance(value, Shape) else value
-
-        given, given_kwargs = compat.tree_map(inner, (args, kwargs or {}))
-        return func(*given, **given_kwargs)
-
-
-@functools.cache
-def shape_class(cls: type[torch.Tensor]) -> type[Shape]:
-    """The stand-in for parameters of a class; `isinstance` checks for that class pass."""
-    return type(f"Shape{cls.__name__}", (Shape, cls), {"__module__": __name__})
