@@ -26,7 +26,7 @@ _IN_TURN = (COMPUTE, H2D, D2H, DEVICE, READ, WRITE, COMM, HOST)  # the device be
 
 @dataclass(slots=True)
 class Work:
-    """An op of a step, or half of one."""
+    """An op of a step."""
 
     graph: str
     label: str
@@ -34,7 +34,6 @@ class Work:
     amount: float  # seconds of a compute, bytes of a copy or an update
     waits: list[int]  # indices in `Queues.works`
     step: int
-    since: int = -1  # index of its first half; -1: it is not a second half
     helped: float = 0.0  # its amount on the device; 0: the device cannot help
     of_replicas: bool = False  # a collective between replicas
 

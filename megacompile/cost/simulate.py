@@ -38,7 +38,7 @@ _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
 
 @dataclass(slots=True)
 class _Item:
-    """An op of a graph, or half of one, independent of the step and the machine."""
+    """An op of a graph, independent of the step and the machine."""
 
     node: fx.Node
     label: str
@@ -46,10 +46,9 @@ class _Item:
     waits: list[int] = field(default_factory=list)  # indices in the graph's items
     takes: list[Handed] = field(default_factory=list)  # values of earlier graphs
     begins: bool = False  # waits for what the previous graph left running
-    since: int = -1  # index of its first half, or -1
     drains: bool = False  # waits for the copies that deferred frees wait for
     helped: float = 0.0  # its amount on the device
-    half: int | None = None  # index of its half of the copy
+    to_host: bool = False  # new parameters and states return to the host
     of_replicas: bool = False  # a collective between replicas
     fresh: bool = False  # its data are still on the device
     reads_weights: int | None = None  # key of the bucket that it copies to the device
@@ -69,22 +68,21 @@ class _Graph:
         self.awaited: list[Handed] = []  # the same, of earlier graphs
         self.fresh: set[int] = set()  # buckets whose new weights stay on the device until then
         self._position: dict[fx.Node, int] = {}
-        lands: dict[Handed, int] = {}  # part of a bucket -> the half of a copy that brings it
         for node in schedule.graphs[name].nodes:
             if ops.op_of(node) is not None:
-                self._add(node, lands)
+                self._add(node)
         # the queue that must be empty before the graph returns; new parameters of updates in the
         # backward reach the host while the next forward begins
-        self.returns_after = H2D if name == "forward" else None if lands else D2H
+        updates = any(item.to_host for item in self.items)
+        self.returns_after = H2D if name == "forward" else None if updates else D2H
         # later graphs wait for a forward's values on a disk; its others are ready when it returns,
         # or ordered by the stream of their copies
         stored = on_disk(schedule.forward)
         for what, node in handed(schedule, name).items():
             if name != "forward" or what[1] in stored:
-                at, copied = self._position[node], ops.stream_of(node) is Stream.D2H
-                self.gives[what] = lands.get(what, at) if copied else at
+                self.gives[what] = self._position[node]
 
-    def _add(self, node: fx.Node, lands: dict[Handed, int]) -> None:
+    def _add(self, node: fx.Node) -> None:
         op = ops.effects(node)
         if op.helps:  # the device may help with these updates
             for update in node.all_input_nodes:
@@ -99,16 +97,11 @@ class _Graph:
         if op.frees is not None and not waits:
             return
         item = _Item(node, ops.label(node), queue, waits, takes, op.begins, drains=op.drains)
-        if len(op.writes) == 2 and queue == D2H:  # new parameters reach the host before the states
-            first = len(self.items)
-            lands |= {what: first + i for i, what in enumerate(written(node))}
-            self.items.append(_Item(node, "", queue, waits, takes, half=0))
-            item.since, item.half, item.waits, item.takes = first, 1, [], []
-        else:
-            item.of_replicas = op.of_replicas
-            item.stages = op.on_disk and Part.STATES in (*op.reads, *op.writes)
-            if Part.WEIGHTS in op.reads and queue == H2D:
-                item.reads_weights = ops.arguments(node)[0].key
+        item.of_replicas = op.of_replicas
+        item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
+        item.to_host = len(op.writes) == 2 and queue == D2H
+        if Part.WEIGHTS in op.reads and queue == H2D:
+            item.reads_weights = ops.arguments(node)[0].key
         self._position[node] = len(self.items)
         self.items.append(item)
 
@@ -151,8 +144,8 @@ class _Amounts:
         """Seconds of a compute, bytes of other ops."""
         if item.fresh:
             return 0.0
-        if item.half is not None:
-            return self._halves(item.node)[item.half]
+        if item.to_host:
+            return self._returned(item.node)
         node, op = item.node, ops.effects(item.node)
         if self.name == "update" and op.is_update:
             return self._update(ops.arguments(node)[0], item.queue)
@@ -165,16 +158,13 @@ class _Amounts:
             return self._copy(self._moved_bytes(node), op.copies(node))
         return node_s(node, self.hardware, fused=self.fused)
 
-    def _halves(self, node: fx.Node) -> list[float]:
-        """Bytes of the copies of new parameters and of states, in this order."""
+    def _returned(self, node: fx.Node) -> float:
+        """Bytes of the copy of a bucket's new parameters and states to the host."""
         bucket: Bucket = ops.arguments(node)[0]
-        params = self._param_bytes(bucket)
         if self.name == "update":
             update = self.sizes.get(bucket.key)
-            whole = 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
-            return [min(params, whole), max(0.0, whole - params)]
-        count, whole = len(bucket.params), ops.moved_bytes(node)
-        return [self._copy(params, count), self._copy(whole - params, 2 * count)]
+            return 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
+        return self._copy(ops.moved_bytes(node), 3 * len(bucket.params))
 
     def _update(self, bucket: Bucket, queue: int) -> float:
         """Amount of an update, from the bytes that the optimizer reads and writes on its device."""
@@ -274,10 +264,9 @@ class Steps:
                 if item.drains:
                     waits += self.deferred
                     self.deferred = []
-                since = first + item.since if item.since >= 0 else -1
                 place = graph.name, item.label, item.queue
                 of_replicas = item.of_replicas
-                work = Work(*place, amount, waits, step, since, item.helped, of_replicas)
+                work = Work(*place, amount, waits, step, item.helped, of_replicas)
                 at = queues.add(work)
                 if item.stages:
                     (self.read if item.queue == READ else self.written).append(at)
@@ -325,10 +314,9 @@ class Prediction:
         run, found = self._run, []
         for i in sorted(range(len(run.works)), key=run.stop_s.__getitem__):
             work = run.works[i]
-            start_s = run.start_s[i if work.since < 0 else work.since]
             if work.label:
                 place = (work.graph, work.label, STREAMS[work.queue])
-                found.append(Event(*place, start_s, run.stop_s[i], work.step))
+                found.append(Event(*place, run.start_s[i], run.stop_s[i], work.step))
         return tuple(found)
 
     @property

@@ -16,9 +16,7 @@ largest of them. Decision 28 has figures.
 
 from __future__ import annotations
 
-import bisect
 import functools
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -195,9 +193,8 @@ class Tiers:
         free = storable - choice.places.resident
         order = [b for b in self.buckets if b.key in free and self._of(b).stored]
         found = self._with_fewest(
-            order,
+            len(order),
             lambda count: _with(choice, self._picked(order, count), states=Tier.DISK),
-            [(sizes.states, sizes.stored) for sizes in map(self._of, order)],
         )
         if self.disk_weights is None and not self.fits_host(found):
             free -= choice.places.weights_on_disk
@@ -210,9 +207,7 @@ class Tiers:
             less = _with(found, large, states=Tier.HOST)
             states = min(found, less, key=self.host_bytes)
             found = self._with_fewest(
-                order,
-                lambda count: _with(states, order[:count], weights=Tier.DISK),
-                [(sizes.parameters, sizes.weights) for sizes in map(self._of, order)],
+                len(order), lambda count: _with(states, order[:count], weights=Tier.DISK)
             )
         found = self._with_saved(found)
         if self.disk_weights:
@@ -224,33 +219,16 @@ class Tiers:
         """Bytes of states up to which a bucket is not much larger than most."""
         return LARGE * statistics.median([self._of(b).states for b in buckets] or [0])
 
-    def _with_fewest(
-        self,
-        order: Sequence[Bucket],
-        moved: Callable[[int], Choice],
-        sizes: Sequence[tuple[int, int]],
-    ) -> Choice:
-        """The choice with the first few buckets of an order moved: as few as necessary for the
-        rest to fit on the host, or as many as the disk holds if that is not enough or host memory
-        is unknown. `sizes` are the most bytes that each frees on the host, and its bytes on the
-        disk."""
-        host, disk = self.host_budget_bytes, self.disk_budget_bytes or 0
-        stays, counts = moved(0), range(len(order) + 1)
-        if host is not None:
-            gains = sorted((gain for gain, _ in sizes), reverse=True)
-            saved = list(itertools.accumulate(gains, initial=0))
-            least = bisect.bisect_left(saved, self.host_bytes(stays) - host)
-            found = next(filter(self.fits_host, map(moved, counts[least:])), None)
-            if found is not None:
-                return found
-        left = disk - self.disk_bytes(stays)
-        places = itertools.accumulate(sorted(place for _, place in sizes))
-        most = sum(place <= left for place in places)  # an upper bound: the smallest that fit
-        return next(
-            choice
-            for choice in map(moved, range(most, -1, -1))
-            if self.disk_bytes(choice) <= disk or choice == stays
-        )
+    def _with_fewest(self, count: int, moved: Callable[[int], Choice]) -> Choice:
+        """The choice with as few of `count` buckets moved as necessary for the rest to fit on the
+        host, or as many as the disk holds if that is not enough or host memory is unknown."""
+        choices = [moved(n) for n in range(count + 1)]
+        found = None
+        if self.host_budget_bytes is not None:
+            found = next(filter(self.fits_host, choices), None)
+        disk = self.disk_budget_bytes or 0
+        held = (each for each in reversed(choices) if self.disk_bytes(each) <= disk)
+        return found or next(held, choices[0])
 
     def _with_saved(self, choice: Choice) -> Choice:
         """The choice with saved tensors on the disk, if that makes it fit."""
