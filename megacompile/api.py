@@ -279,13 +279,7 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
         return Setting(options, None, host_bytes, agreed, disk_bytes)
     each = ranks.all_gather_object((options.host_memory, host_bytes))
     least_bytes = min((size for both in each for size in both if size), default=None)
-
-    def least(size_bytes: int) -> int:
-        """The smallest of the ranks' sizes of device memory."""
-        sizes: list[int] = ranks.all_gather_object(size_bytes)
-        return min(sizes)
-
-    return Setting(options, None, least_bytes, agreed, disk_bytes, least)
+    return Setting(options, None, least_bytes, agreed, disk_bytes, lambda size: min(gather(size)))
 
 
 def _contents(

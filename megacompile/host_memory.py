@@ -163,18 +163,12 @@ class PageLocks:
 
     def __init__(self) -> None:
         self._locked: dict[int, int] = {}  # bytes by address; for access by several threads
-        self._pageable: dict[int, int] = {}  # the same, of buffers that the system refused to lock
         self._refused_bytes: int | None = None  # smallest total that was refused
 
     @property
     def locked_bytes(self) -> int:
         """Bytes of the buffers that are locked now."""
         return sum(list(self._locked.values()))
-
-    @property
-    def pageable_bytes(self) -> int:
-        """Bytes of the buffers that could not be locked."""
-        return sum(list(self._pageable.values()))
 
     @property
     def limit_bytes(self) -> int | None:
@@ -190,7 +184,6 @@ class PageLocks:
             error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
             if not error:
                 self._locked[address] = size_bytes
-                self._pageable.pop(address, None)
                 return True
             self._refused_bytes = now
             with contextlib.suppress(RuntimeError, AssertionError):  # torch without CUDA
@@ -203,12 +196,10 @@ class PageLocks:
                 "plans count on that (shown once)",
                 notices.Whose.RANK,
             )
-        self._pageable[address] = size_bytes
         return False
 
     def unlock(self, address: int) -> None:
         """Unlock memory that is about to be freed, after copies in flight."""
-        self._pageable.pop(address, None)
         try:
             if address in self._locked and torch.cuda.is_initialized():
                 torch.cuda.synchronize()

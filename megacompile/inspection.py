@@ -14,10 +14,8 @@ from megacompile.log import UPDATES
 from megacompile.options import Lowering
 from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
-from megacompile.plan.findings import Moved
 from megacompile.plan.pipeline import Planned
 from megacompile.plan.scenario import Scenario
-from megacompile.runtime.disk import Way
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
 from megacompile.views.recorder import Trace as Trace
 from megacompile.views.recorder import Traced
@@ -136,10 +134,6 @@ def explain(
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     machine = hardware or compiler.setting.rates()
     device_bytes = compiler.budget.limit_bytes or machine.device_bytes
-    moved = None
-    if (disk := streamed.machine.disk) is not None:
-        read, written = (disk.moved_bytes(way) for way in (Way.READ, Way.WRITE))
-        moved = Moved(read, written, streamed.machine.steps)
     now = Scenario(
         tuple(made),
         machine,
@@ -159,7 +153,6 @@ def explain(
         traced=None if trace is None else trace.measured,
         changes=scenario.changes(now, compiler, planned) if changes and plans else (),
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
-        moved=moved,
         code={
             "stages": streamed.machine.code,
             "updates in C++": UPDATES,

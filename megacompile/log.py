@@ -191,10 +191,5 @@ class CodeCounts:
         self.made += made
         self.time_s += time_s
 
-    @property
-    def is_none(self) -> bool:
-        """True if no code of this kind was needed."""
-        return not self.found and not self.made
-
 
 UPDATES = CodeCounts()  # optimizers' updates on the host, in C++

@@ -81,11 +81,6 @@ def is_new(subject: str, of: object | None = None) -> bool:
     return is_first
 
 
-def say_again() -> None:
-    """Forget the process's subjects, so that warnings appear again."""
-    _said.clear()
-
-
 _said: set[str] = set()
 _said_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 

@@ -58,7 +58,7 @@ def stop_processes() -> None:
 
 def say_again() -> None:
     """Warn again of what this process was warned of once."""
-    notices.say_again()
+    notices._said.clear()
 
 
 def streamed(model: nn.Module) -> StreamedModel:

@@ -7,10 +7,10 @@ and this process loads each result from the caches in tens of milliseconds.
                 waits for the others
     submit      this process continues with other work until all graphs are in the caches
 
-The first workers start while a model is captured, because importing torch takes seconds. They take
-device memory, and end when the graphs of the first plan have code. Later workers load no kernels,
-take no device memory, and end when they have been idle. This process compiles what they cannot (no
-caches, a graph or options that cannot be sent, a worker that ends or takes too long).
+Workers start while a model is captured, because importing torch takes seconds. They load no
+kernels, so they take no device memory and tune nothing, and end when they have been idle. This
+process compiles what they cannot (no caches, a graph or options that cannot be sent, a worker that
+ends or takes too long).
 
 MEGACOMPILE_COMPILE_PROCESSES sets their number; by default some with a GPU and many cores.
 """
@@ -48,7 +48,7 @@ _SHARE = 8  # all processes take at most 1 / _SHARE of the free host memory
 _THREADS = 4  # for kernels, per process
 _PATIENCE_S = 300.0  # per graph
 _MANY = 8  # graphs; no process is started for fewer
-_IDLE_S = 20.0  # a process without device memory ends this long after the last graph
+_IDLE_S = 20.0  # a process ends this long after the last graph
 _READY = "ready"  # the answer of a process that is ready for the next job
 
 Take = Callable[[fx.GraphModule], None]
@@ -68,7 +68,6 @@ class CompileJob(NamedTuple):
     settings: bytes  # see `compat.compile_settings`
     caches: dict[str, str]  # environment variables with the caches' folders
     cpu_threads: int
-    loads: bool  # True if the process may load kernels, which takes device memory
 
 
 class Jobs:
@@ -106,8 +105,8 @@ class Jobs:
 
 class CompilePool:
     """A pool of `count` worker processes that compile for the GPU of an index (`device`; None: for
-    the CPU), with `threads` for kernels each. `loads`: they may take device memory, and stay until
-    `stop`; others end when idle for `idle_s`. `patience_s`: time limit of one graph."""
+    the CPU), with `threads` for kernels each. They end when idle for `idle_s` after the first
+    graphs. `patience_s`: time limit of one graph."""
 
     def __init__(
         self,
@@ -115,14 +114,13 @@ class CompilePool:
         device: int | None,
         threads: int,
         *,
-        loads: bool,
         patience_s: float = _PATIENCE_S,
         idle_s: float = _IDLE_S,
     ) -> None:
         request = pickle.dumps((device, threads))
-        self.loads = loads
         self.patience_s = patience_s
-        self._idle_s = None if loads else idle_s
+        self._idle_s = idle_s
+        self._used = False  # were graphs submitted?
         self._jobs: queue.SimpleQueue[tuple[Future[None], CompileJob] | None] = queue.SimpleQueue()
         self._processes = [
             Process(__name__, request, sees_gpus=device is not None, answers=True)
@@ -136,9 +134,9 @@ class CompilePool:
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submit graphs to the workers, in this order."""
         settings = functools.cache(compat.compile_settings)
-        jobs = Jobs(self)
+        jobs, self._used = Jobs(self), True
         for graph in graphs:
-            job = _job(graph, settings, self.loads)
+            job = _job(graph, settings)
             if job is not None:
                 future = jobs.futures[graph.part] = Future()
                 self._jobs.put((future, job))
@@ -147,10 +145,17 @@ class CompilePool:
     def _serve(self, process: Process) -> None:
         """Send jobs to one process, one by one."""
         works = process.hear() == _READY
-        with contextlib.suppress(queue.Empty):
-            while works and (item := self._jobs.get(timeout=self._idle_s)) is not None:
-                fulfil(item[0], functools.partial(_carry_out, process, item[1]))
-                works = process.status is None
+        while works:
+            try:
+                item = self._jobs.get(timeout=self._idle_s)
+            except queue.Empty:
+                if self._used:
+                    break
+                continue
+            if item is None:
+                break
+            fulfil(item[0], functools.partial(_carry_out, process, item[1]))
+            works = process.status is None
         process.stop()
         if self.is_over:
             with contextlib.suppress(queue.Empty):
@@ -180,7 +185,7 @@ def _no_process() -> None:
     raise RuntimeError("the processes have ended")
 
 
-def _job(graph: GraphToCompile, settings: Callable[[], bytes], loads: bool) -> CompileJob | None:
+def _job(graph: GraphToCompile, settings: Callable[[], bytes]) -> CompileJob | None:
     """The request for a worker process; None if the graph cannot be sent."""
     try:
         packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
@@ -189,7 +194,7 @@ def _job(graph: GraphToCompile, settings: Callable[[], bytes], loads: bool) -> C
         log.logger("compile").info("a graph cannot be sent to a worker process: %s", error)
         return None
     caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
-    return CompileJob(packed, inputs, given, caches, torch.get_num_threads(), loads)
+    return CompileJob(packed, inputs, given, caches, torch.get_num_threads())
 
 
 def _described(inputs: Sequence[torch.Tensor]) -> bytes:
@@ -243,9 +248,9 @@ def _compile(job: CompileJob, device: int | None, threads: int) -> None:
     compat.use_compile_settings(job.settings)
     compat.use_compile_threads(threads)
     torch.set_num_threads(job.cpu_threads)
-    if device is not None and (device or job.loads):
+    if device:
         torch.cuda.set_device(device)
-    with contextlib.nullcontext() if job.loads else compat.without_device_memory():
+    with compat.without_device_memory():
         compat.compile_inductor(compat.unpacked_graph(job.graph), _made(job.inputs))
 
 
@@ -268,18 +273,19 @@ def _made(inputs: bytes) -> list[torch.Tensor]:
 _pool: CompilePool | None = None
 
 
-def start(device: torch.device, *, loads: bool = True) -> None:
-    """Start the pool for a device, if it is not running; `loads`: the processes may take device
-    memory. Raises an OptionError if MEGACOMPILE_COMPILE_PROCESSES is not a number."""
+def start(device: torch.device) -> None:
+    """Start the pool for a device, if it is not running. Raises an OptionError if
+    MEGACOMPILE_COMPILE_PROCESSES is not a number."""
     global _pool
     if _pool is not None and not _pool.is_over:
         return
     _pool = None
     count = _count(device)
-    if count and compat.compiles_in_processes() and sys.executable:
+    able = compat.compiles_in_processes() and compat.compiles_without_device()
+    if count and able and sys.executable:
         index = (device.index or 0) if device.type == "cuda" else None
         try:
-            _pool = CompilePool(count, index, _THREADS, loads=loads)
+            _pool = CompilePool(count, index, _THREADS)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("worker processes could not be started: %s", error)
 
@@ -312,32 +318,23 @@ def stop() -> None:
 def compiling(
     graphs: Callable[[], Iterable[GraphToCompile]], count: int, device: torch.device
 ) -> Iterator[Take]:
-    """A context in which worker processes compile `count` graphs for a device. Those with device
-    memory end afterwards. Starts processes for many graphs if there are none. Yields
-    `Jobs.take`."""
-    if count >= _MANY and compat.compiles_without_device():
-        start(device, loads=False)
-    pool = _pool
-    if pool is None or pool.is_over:
+    """A context in which worker processes compile `count` graphs for a device. Starts processes for
+    many graphs if there are none. Yields `Jobs.take`."""
+    if count >= _MANY:
+        start(device)
+    if _pool is None or _pool.is_over or not compat.compiles_without_device():
         yield lambda part: None
         return
-    jobs = None
+    jobs = _pool.submit(graphs())
     try:
-        jobs = pool.submit(graphs())
         yield jobs.take
     finally:
-        if pool.loads:
-            stop()
-        elif jobs is not None:
-            jobs.withdraw()
+        jobs.withdraw()
 
 
 def submit(graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device) -> Jobs | None:
-    """Compile graphs in worker processes in the background, without device memory; None if none can
-    be started."""
+    """Compile graphs in worker processes in the background; None if none can be started."""
     if not compat.compiles_without_device():
         return None
-    if _pool is not None and _pool.loads:
-        stop()
-    start(device, loads=False)
+    start(device)
     return None if _pool is None else _pool.submit(graphs())

@@ -51,7 +51,7 @@ def plan(args: argparse.Namespace) -> int:
         disk_bytes=compiler.budget.disk_bytes(),
     )
     planned = [program.planned() for program in programs]
-    why_not = _first_too_small(target, options, now, fits=not refused) or refused
+    why_not = _first_too_small(target, options, now) or refused
     lacks = now.device.peak.total_bytes - compiler.budget.size_bytes()
     if tried := lacks > 0 and not why_not:
         needed = short(DEVICE, now.device.peak.total_bytes, compiler.budget.size_bytes())
@@ -197,34 +197,25 @@ def _schedules(programs: list[AbstractProgram]) -> tuple[list[Schedule], tuple[s
     return found, refused
 
 
-def _first_too_small(
-    target: Target, options: Options, now: Scenario, *, fits: bool
-) -> tuple[str, ...]:
+def _first_too_small(target: Target, options: Options, now: Scenario) -> tuple[str, ...]:
     """The error of `megacompile()` before any plan, if the parameters do not fit on the host, where
-    all of them start; with changes that would fix it."""
+    all of them start; with the memory that would be enough."""
 
-    def lines(*, on_disk: bool) -> tuple[str, ...]:
-        rows = host_rows(
-            target.model,
-            gradients=options.optimizer is None,
-            device_bytes=options.gpu_memory or now.hardware.device_bytes or 0,
-            on_disk=on_disk,
-            ranks=options.ranks,
-        )
-        sizes.append(sum(size for _, size in rows))
-        return () if now.host_bytes is None else too_small(rows, now.host_bytes)
-
-    sizes = [sum(now.host().values())]
-    found = lines(on_disk=bool(options.disk_weights) or options.may_store_weights)
+    rows = host_rows(
+        target.model,
+        gradients=options.optimizer is None,
+        device_bytes=options.gpu_memory or now.hardware.device_bytes or 0,
+        on_disk=bool(options.disk_weights) or options.may_store_weights,
+        ranks=options.ranks,
+    )
+    found = () if now.host_bytes is None else too_small(rows, now.host_bytes)
     if not found:
         return ()
-    lacks = {HOST: max(sizes) - (now.host_bytes or 0)}
+    needed = max(sum(now.host().values()), sum(size for _, size in rows))
+    lacks = {HOST: needed - (now.host_bytes or 0)}
     device = now.device.peak.total_bytes - (now.device_bytes or 0)
     if device > 0:
         lacks = {DEVICE: device, **lacks}
-    able = fits and device <= 0 and options.disk is None and options.ranks == 1
-    if able and options.compute_dtype is None and not lines(on_disk=True):
-        found += ("with disk= it would fit: parameters beyond host memory wait there for the plan",)
     return *found, more(lacks)
 
 

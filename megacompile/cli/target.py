@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from megacompile.errors import MissingExtraError, OptionError
 
-_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -76,7 +74,6 @@ def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Targ
     else:
         raise OptionError(
             f"{text!r} is not a folder with a config.json, a json file or package.module:function"
-            + (", but weights" if path.suffix.lower() in _WEIGHTS else "")
         )
     model = made[0]
     if dtype is not None:
@@ -92,9 +89,7 @@ def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Targ
 
 def _of_config(file: Path, seq: int) -> nn.Module:
     if not file.is_file():
-        weights = sorted(p.name for p in file.parent.glob("*") if p.suffix.lower() in _WEIGHTS)
-        only = f" (the folder has weights: {', '.join(weights)})" if weights else ""
-        raise OptionError(f"no such file: {str(file)!r}{only}")
+        raise OptionError(f"no such file: {str(file)!r}")
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     except ImportError:

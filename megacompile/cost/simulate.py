@@ -98,7 +98,7 @@ class _Graph:
             return
         item = _Item(node, ops.label(node), queue, waits, takes, op.begins, drains=op.drains)
         item.of_replicas = op.of_replicas
-        item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
+        item.stages = op.on_disk and Part.STATES in (*op.reads, *op.writes)
         item.to_host = len(op.writes) == 2 and queue == D2H
         if Part.WEIGHTS in op.reads and queue == H2D:
             item.reads_weights = ops.arguments(node)[0].key

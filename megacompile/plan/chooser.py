@@ -289,15 +289,12 @@ class Chooser:
         return tuple(planned.schedule for planned in latest.values())
 
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
-        """Nothing fits: use the smallest plan if its excess is within the error of predictions,
+        """Nothing fits: use the closest plan if its excess is within the error of predictions,
         else raise `DeviceMemoryError` or `HostMemoryError`."""
         problem, tiles = smallest(problem)
-        choice, most = replace(problem.tightest(), tiles=tiles), TOLERANCE * problem.budget_bytes
-        if problem.peak_bytes(choice) > most or not problem.fits_host(choice):
-            choice = replace(nearest(problem), tiles=tiles)
-            self._nearest[stages.stages] = choice
+        choice = self._nearest[stages.stages] = replace(nearest(problem), tiles=tiles)
         peak_bytes, fits_host = problem.peak_bytes(choice), problem.fits_host(choice)
-        if peak_bytes > most or not fits_host:
+        if peak_bytes > TOLERANCE * problem.budget_bytes or not fits_host:
             if not (fits_host and self.wanted.known):
                 self.wanted.set(choice.places)
             kind = DeviceMemoryError if fits_host else HostMemoryError

@@ -178,11 +178,7 @@ def _disk_lines(found: Findings) -> list[str]:
     if (traffic := found.disk_traffic) is None:
         return []
     reads, writes = format_bytes(traffic.read_bytes), format_bytes(traffic.written_bytes)
-    lines = [f"planned: each step reads {reads} and writes {writes}"]
-    if (moved := traffic.so_far) is not None:
-        reads, writes = format_bytes(moved.read_bytes), format_bytes(moved.written_bytes)
-        lines.append(f"{moved.steps} steps so far: {reads} read and {writes} written")
-    return lines
+    return [f"each step reads {reads} and writes {writes}"]
 
 
 def _code_rows(found: Findings) -> list[list[str]]:

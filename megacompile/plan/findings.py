@@ -62,22 +62,11 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Bytes that a model has read from its disk and written to it so far, without reads through
-    memory maps, as by `state_dict()`."""
+class DiskTraffic:
+    """Bytes per step between host memory and a disk; writes wear it out."""
 
     read_bytes: int
     written_bytes: int
-    steps: int  # optimizer steps begun so far
-
-
-@dataclass(frozen=True, slots=True)
-class DiskTraffic:
-    """Bytes between host memory and a disk; writes wear it out."""
-
-    read_bytes: int  # per step, planned
-    written_bytes: int
-    so_far: Moved | None = None  # measured; None: only planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +120,6 @@ class Findings:
         changes: Sequence[Change] = (),
         rank_steps: Sequence[RankSteps] = (),
         code: Mapping[str, CodeCounts] | None = None,
-        moved: Moved | None = None,
     ) -> Self:
         """Collect the findings about a step.
 
@@ -174,12 +162,8 @@ class Findings:
             network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
             network_is_assumed=now.replicas > 1 and now.hardware.network_gb_s is None,
             last_rank=last_rank(rank_steps),
-            disk_traffic=DiskTraffic(planned[Stream.READ], planned[Stream.WRITE], moved)
-            if disk
-            else None,
-            code={
-                kind: copy(counts) for kind, counts in (code or {}).items() if not counts.is_none
-            },
+            disk_traffic=DiskTraffic(planned[Stream.READ], planned[Stream.WRITE]) if disk else None,
+            code={k: copy(n) for k, n in (code or {}).items() if n.found or n.made},
         )
 
     @property

@@ -53,7 +53,7 @@ def refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
     options."""
     lacks, peak = problem.lacking(choice), problem.memory(choice).peak
     device = short(DEVICE, peak.total_bytes, problem.budget_bytes)
-    device += f", at {peak.graph} {peak.label}, with every stage recomputed{_how(choice)}"
+    device += f", at {peak.graph} {peak.label}, with every stage recomputed"
     lines, table = [device], device_table(problem, choice, peak)
     if HOST in lacks or DISK in lacks:
         schedule, host = problem.schedule(choice), problem.host_budget_bytes
@@ -72,13 +72,6 @@ def refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
     if DEVICE in lacks:
         changes.append(SMALLER)
     return "\n".join([f"megacompile(): {lines[0]}", table, *lines[1:], *changes, more(lacks)])
-
-
-def _how(choice: Choice) -> str:
-    found = [f", {len(choice.places.resident)} buckets resident"] if choice.places.resident else []
-    if choice.offload:
-        found.append(f", the inputs of {choice.offload} stages on the host")
-    return "".join(found) + (", every other stage run again" if choice.rerun else "")
 
 
 def _changes(problem: Problem, choice: Choice, disk_weights: bool | None) -> Iterator[str]:

@@ -266,11 +266,8 @@ class Problem(Tiers):
 
     def most_on_host(self, choice: Choice) -> int:
         """The most stages that may be kept on the host."""
-        every, lookahead = (
-            replace(choice, saved_on_host=self.stages),
-            self.setting.options.lookahead,
-        )
-        return len(stages_on_host(self.drafts.graphs, every, lookahead=lookahead))
+        every, ahead = replace(choice, saved_on_host=self.stages), self.setting.options.lookahead
+        return len(stages_on_host(self.drafts.graphs, every, lookahead=ahead))
 
     def peak_bytes(self, choice: Choice) -> int:
         """Peak device memory of a choice."""

