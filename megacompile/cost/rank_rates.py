@@ -78,7 +78,6 @@ def agree_disk(
     all_gather_object: AllGather,
     *,
     measured: bool,
-    load: Callable[[str], DiskRates] = load_disk,
 ) -> SharedDisk | None:
     """The disk of this rank's folder and its users; None without a folder. This is a collective.
 
@@ -94,7 +93,9 @@ def agree_disk(
     users = [other for other, where in said if where == mine]
     beyond = ranks_of_host(mesh) - sum(where[0] == host for _, where in said)
     measures = measured and folder is not None and rank == min(users)
-    found = all_gather_object((rank, load(str(folder)) if measures else None))  # the others wait
+    found = all_gather_object(
+        (rank, load_disk(str(folder)) if measures else None)
+    )  # the others wait
     if folder is None:
         return None
     ranks = len(users) + max(0, beyond)
@@ -202,15 +203,10 @@ def agree(
     device: torch.device,
     all_gather_object: AllGather,
     disk: SharedDisk | None = None,
-    *,
-    saved: Callable[[torch.device, int], Hardware | None] = cached,
-    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_together,
-    gathers: Callable[..., tuple[float, float]] = interconnect,
-    sums: Callable[..., float | None] = network,
 ) -> Hardware:
     """Find the rates that all ranks plan with: the slowest of all GPUs and disks, with a rank's
     share of its host. This is a collective, which raises if a rank fails. Each GPU is measured
-    once, in a few seconds; tests have other measurements."""
+    once, in a few seconds."""
     here = all_gather_object(host_of_rank()).count(host_of_rank())
 
     def gathered(rates: Hardware | None) -> list[_Said]:
@@ -219,13 +215,13 @@ def agree(
         users = 1 if disk is None else disk.ranks
         return all_gather_object(_Said(host_of_rank(), ranks_of_host(mesh), whole, users))
 
-    found = gathered(saved(device, here))
+    found = gathered(cached(device, here))
     if any(each.hardware is None for each in found):  # if one must measure, all do at once
-        found = gathered(measure(device, here, lambda: all_gather_object(None)))
+        found = gathered(measure_together(device, here, lambda: all_gather_object(None)))
     slowest = _slowest(_shares(found))
     if len(found) == 1:  # no other rank to gather from
         return slowest
-    gather_gb_s, start_s = gathers(mesh, device, all_gather_object)
+    gather_gb_s, start_s = interconnect(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = sums(mesh, device, all_gather_object)
+    network_gb_s = network(mesh, device, all_gather_object)
     return replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)

@@ -267,6 +267,7 @@ def test_a_step_moves_the_bytes_that_the_plan_says(tmp_path: Path, options: Any)
 
     before = stepped()
     planned = explain(model, changes=False).disk_traffic
+    assert planned is not None
     for _ in range(2):
         after = stepped()
         moved = [b - a for a, b in zip(before, after, strict=True)]
