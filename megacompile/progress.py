@@ -93,17 +93,6 @@ def line(what: str, show: bool | None) -> Iterator[None]:
             outer.show()
 
 
-@contextmanager
-def later_line(what: str, show: bool | None) -> Iterator[None]:
-    """`line` for work of a later step: shown only on a terminal, and only if this thread has no
-    line."""
-    if _line() is not None:
-        yield
-        return
-    with line(what, sys.stderr.isatty() if show is None else show):
-        yield
-
-
 def now(what: str) -> None:
     """Change the text of this thread's line, if any; "" clears it."""
     current = _line()

@@ -148,12 +148,10 @@ def _returned(graph: fx.Graph) -> Iterator[Returned | None]:
 
 
 # A model's active parameters per token, without the experts that the token does not choose. A
-# grouped product, (rows, k) by (experts, k, n), or a gather of a matrix for each row uses the share
-# rows / (tokens * experts) of a parameter. Every other one counts fully, as in the usual 6 N T.
+# grouped product, (rows, k) by (experts, k, n), uses the share rows / (tokens * experts) of a
+# parameter. Every other one counts fully, as in the usual 6 N T.
 
 _CASTS = set("convert_element_type _to_copy clone".split())
-_GATHERS = set("index index_select".split())
-_LEAST_DIMENSIONS = 3  # of a parameter that holds one matrix per expert
 
 
 def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: int) -> int:
@@ -179,19 +177,11 @@ def _expert_reads(stage: Stage) -> Iterator[tuple[ParamRef, int]]:
         return
     refs = dict(zip(module.graph.find_nodes(op="placeholder"), stage.primals, strict=False))
     for node in module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if is_grouped(node):
-            rows, weight = node.args[:2]
-        elif name_of(node) in _GATHERS:
-            rows, weight = node, node.args[0]
-        else:
-            continue
-        if not isinstance(rows, fx.Node) or not isinstance(weight, fx.Node):
-            continue
-        ref = refs.get(_source(weight))
-        if isinstance(ref, ParamRef) and tensors_of(weight)[0].dim() >= _LEAST_DIMENSIONS:
-            yield ref, int(tensors_of(rows)[0].shape[0])
+        if node.op == "call_function" and is_grouped(node):
+            rows, weight = (n for n in node.args[:2] if isinstance(n, fx.Node))
+            ref = refs.get(_source(weight))
+            if isinstance(ref, ParamRef):
+                yield ref, int(tensors_of(rows)[0].shape[0])
 
 
 def _source(node: fx.Node) -> fx.Node:

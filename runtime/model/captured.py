@@ -281,7 +281,7 @@ class CapturedGraph:
     def _building(self) -> Iterator[None]:
         """Wraps slow work: tracing, planning and compiling a program."""
         show = self.machine.progress
-        with progress.later_line("capturing the model", show), garbage.old_objects_left_out():
+        with progress.line("capturing the model", show), garbage.old_objects_left_out():
             yield
 
     def _with_room(
