@@ -126,7 +126,7 @@ def test_what_the_host_does_not_hold(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_parameters_pass_through_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     """A frozen base fits on the device, and gets there by way of the host. `megacompile()` says the
-    same; so much more does, to a kibibyte, and a disk does."""
+    same; so much more is enough, to a kibibyte, and a disk is."""
     host = (FROZEN, *SMALL, "--host-memory")
     found = answer(capsys, *host, "500KiB", code=1)
     assert found["plan"]["host"]["fits"] and found["plan"]["device"]["fits"] and not found["tried"]
@@ -134,7 +134,7 @@ def test_parameters_pass_through_the_host(capsys: pytest.CaptureFixture[str]) ->
         megacompile(frozen().to("meta"), device="cpu", host_memory="500KiB", gpu_memory="1GiB")
     words, why = str(error.value).splitlines(), found["why_not"]
     assert words[:3] == [f"megacompile(): {why[0]}", *why[1:3]]
-    assert words[-1] == why[-3] and [line.split()[0] for line in why[-2:]] == ["with", "with"]
+    assert words[-1] == why[-2] and why[-1].startswith("with ")
     sizes = [4 * p.numel() for p in frozen().parameters()]
     least = -(-(sum(sizes) + max(sizes)) // KIB)
     assert answer(capsys, *host, f"{least}KiB")["fits"]
@@ -244,7 +244,7 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
         (["EMPTY"], "model_type"),
         (["TEXT"], "is no JSON with a model_type"),
         (["UNKNOWN"], "'qwen33'; nearest: qwen3, "),
-        (["FOLDER"], ".gguf"),
+        (["FOLDER"], "no such file"),
         ([TOWER, "--link=nan"], "needed a positive number"),
         ([TOWER, "--link=25GB"], "--link: invalid float value: '25GB'"),
         ([TOWER, "--page-locked=1.5"], "--page-locked: 1.5: "),
@@ -273,7 +273,6 @@ def test_errors_are_one_line_and_code_2(
         (tmp_path / f"{name}.json").write_text(text)
         names[name] = [str(tmp_path / f"{name}.json")]
     (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "model.gguf").touch()
     names["FOLDER"] = [str(tmp_path / "weights")]
     if names.keys() & {*argv} & {*texts, "UNKNOWN"}:
         pytest.importorskip("transformers")
