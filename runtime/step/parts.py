@@ -357,7 +357,6 @@ class StepParts:
 
 
 def _options(group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A copy of a group's options; True if one is a tensor, such as the lr."""
+    """A group's options now; True if one is a tensor, such as the lr: the step waits then."""
     found = {name: value for name, value in group.items() if name != "params"}
-    tensors = {name: v.clone() for name, v in found.items() if isinstance(v, torch.Tensor)}
-    return found | tensors, bool(tensors)
+    return found, any(isinstance(value, torch.Tensor) for value in found.values())
