@@ -99,11 +99,6 @@ class KnownOptimizer:
             if name not in late or state.get(name) is not None:
                 yield name, shape
 
-    def because(self, name: str) -> str:
-        """The reason why a missing state is needed, in parentheses for an error; "" if obvious."""
-        option = next((m.option for m in self.moments if m.name == name), None)
-        return "" if option is None else f" ({option}=True needs it)"
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnStep(KnownOptimizer):

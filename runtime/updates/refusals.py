@@ -134,26 +134,23 @@ def _check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) 
     param, _, group, state = trained
     kind = known(type(optimizer))
     assert kind is not None
-    wrong = {}
+    wrong = {}  # by name: what is needed
     for key, shape in kind.shapes(group, param.shape, state):
-        value = state.get(key, _MISSING)
-        if value is _MISSING:
-            wrong[key] = "is missing" + kind.because(key)
-        elif not isinstance(value, torch.Tensor):
-            wrong[key] = f"is a {type(value).__name__}; needed a tensor of shape {tuple(shape)}"
-        elif value.shape != shape:
-            wrong[key] = f"has shape {tuple(value.shape)}; needed {tuple(shape)}"
-        elif not value.is_floating_point() or value.layout is not torch.strided:
-            wrong[key] = f"is {value.dtype}, {value.layout}; needed a dense floating-point tensor"
-    if "step" not in state and kind.counts:
-        wrong["step"] = "is missing"
-    elif "step" in state and not is_number(state["step"]):
-        wrong["step"] = f"is {state['step']!r}; needed one number"
-    for key, text in wrong.items():
+        value = state.get(key)
+        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if not dense or value.shape != shape or not value.is_floating_point():
+            wrong[key] = f"a dense floating-point tensor of shape {tuple(shape)}"
+    counted = is_number(state["step"]) if "step" in state else not kind.counts
+    if not counted:
+        wrong["step"] = "one number"
+    for key, needed in wrong.items():
+        got: Any = state.get(key, "missing")
+        if isinstance(got, torch.Tensor):
+            got = f"{got.dtype}, {got.layout}, of shape {tuple(got.shape)}"
         raise OptimizerError(
-            f"{where}: the state {key!r} of parameter {name!r} {text}; nothing was updated: load a "
-            "checkpoint of this model and optimizer, or reset the state of this parameter: "
-            "del optimizer.state[param]"
+            f"{where}: the state {key!r} of parameter {name!r} is {got}; needed {needed}; nothing "
+            "was updated: load a checkpoint of this model and optimizer, or reset the state of "
+            "this parameter: del optimizer.state[param]"
         )
 
 

@@ -190,6 +190,7 @@ RESET = (
     "nothing was updated: load a checkpoint of this model and optimizer, or reset the state of "
     "this parameter: del optimizer.state[param]"
 )
+DENSE = f"needed a dense floating-point tensor of shape (4, 8); {RESET}"
 OF_LAST = "AdamW.step(): the state '{}' of parameter 'last.weight'"
 ROWS: dict[str, tuple[Said, type[Exception], str]] = {
     "called_inside": (called_inside, ModelError,
@@ -234,18 +235,18 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "AdamW.step(): param_groups[0] has lr='0.1' (str); needed a number; nothing was updated: "
      "set optimizer.param_groups[0]['lr'], and call it again"),
     "amsgrad_later": (option("amsgrad", True), OptimizerError,
-     "AdamW.step(): the state 'max_exp_avg_sq' of parameter 'first.weight' is missing "
-     f"(amsgrad=True needs it); {RESET}"),
+     "AdamW.step(): the state 'max_exp_avg_sq' of parameter 'first.weight' is missing; "
+     f"needed a dense floating-point tensor of shape (8, 8); {RESET}"),
     "no_eps": (bad(lambda optimizer, _: optimizer.param_groups[0].pop("eps")), OptimizerError,
      "AdamW.step(): param_groups[0] has no eps; needed a number; nothing was updated: set "
      "optimizer.param_groups[0]['eps'], and call it again"),
     "half_a_state": (a_state("exp_avg", lambda t: t[:2]), OptimizerError,
-     f"{OF_LAST.format('exp_avg')} has shape (2, 8); needed (4, 8); {RESET}"),
+     f"{OF_LAST.format('exp_avg')} is torch.float32, torch.strided, of shape (2, 8); {DENSE}"),
     "whole_numbers": (a_state("exp_avg", lambda t: t.long()), OptimizerError,
-     f"{OF_LAST.format('exp_avg')} is torch.int64, torch.strided; needed a dense floating-point "
-     f"tensor; {RESET}"),
+     f"{OF_LAST.format('exp_avg')} is torch.int64, torch.strided, of shape (4, 8); {DENSE}"),
     "two_steps": (a_state("step", lambda t: t.expand(2).clone()), OptimizerError,
-     f"{OF_LAST.format('step')} is tensor([1., 1.]); needed one number; {RESET}"),
+     f"{OF_LAST.format('step')} is torch.float32, torch.strided, of shape (2,); needed one "
+     f"number; {RESET}"),
     "refused_by_torch": (a_state("exp_avg", lambda t: t.double()), OptimizerError,
      "AdamW.step(): torch.optim's own step rejects parameter 'last.weight' with RuntimeError: "
      "expected dtype double for `end` but got dtype float; nothing was updated: correct the "
