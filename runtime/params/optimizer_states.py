@@ -212,6 +212,22 @@ def count_up(states: Iterable[dict[str, Any]], others: Iterable[torch.Tensor] = 
         compat.FOREACH_ADD(counters, one, alpha=1)
 
 
+def reserve(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Order first states by parameter group, like torch.optim, because the order is visible in
+    `state_dict()`; returns the parameters with empty states, for `drop_empty`."""
+    kind, of = known(type(optimizer)), {id(param) for param in params}
+    new = [
+        param
+        for group in (optimizer.param_groups if kind is not None and of else ())
+        if kind is not None and kind.has_states(group)
+        for param in group["params"]
+        if id(param) in of and param not in optimizer.state
+    ]
+    for param in new:
+        optimizer.state[param] = {}
+    return new
+
+
 def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
     """Remove the `state_dict()` entries for which torch.optim keeps no state."""
     for param in params:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain, compress, filterfalse
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.optim.rules import known
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import count_up
+from megacompile.runtime.params.optimizer_states import count_up, drop_empty, reserve
 from megacompile.runtime.updates.update import BucketUpdate
 
 
@@ -106,14 +106,15 @@ class _Hooks:
     def __init__(self) -> None:
         self.parts: list[tuple[Any, PreparedStep]] = []  # of the running step
         self.hidden: list[tuple[nn.Parameter, Any]] = []
+        self.reserved: list[nn.Parameter] = []  # parameters without states at its start
         self.converts = False  # 8-bit states in state_dict()
         self.handles: list[Any] = []  # of all hooks, `before` first
 
     @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare the models' parts; a closure is called first: it computes the gradients."""
-        if self.hidden or self.parts:  # the last step was interrupted
-            self._give_up()
+        if self.hidden or self.parts or self.reserved:  # the last step was interrupted
+            self._give_up(optimizer)
         if known(type(optimizer)) is not None:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             if closure is not None:
@@ -132,11 +133,15 @@ class _Hooks:
                 groups = optimizer.param_groups if self.parts else []
                 params = chain.from_iterable([group["params"] for group in groups])
                 left = [(param, param.grad) for param in params if param.grad is not None]
+                if left or any([part.states for _, part in self.parts]):
+                    trained = [param for param, _ in (*self.hidden, *left)]
+                    new = list(filterfalse(optimizer.state.__contains__, trained))
+                    self.reserved = reserve(optimizer, new) if new else []
             if left:
                 compat.step_without_hooks(optimizer)
                 self._hide(left)
         except BaseException:
-            self._give_up()
+            self._give_up(optimizer)
             raise
         return args, kwargs
 
@@ -148,16 +153,19 @@ class _Hooks:
                     model, part = self.parts.pop(0)
                     model.start(part)
             finally:
-                self._give_up()
+                self._give_up(optimizer)
 
     def _hide(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         for param, gradient in gradients:
             self.hidden.append((param, gradient))
             param.grad = None
 
-    def _give_up(self) -> None:
+    def _give_up(self, optimizer: Optimizer) -> None:
         """Restore the gradients and drop unstarted parts."""
         with unguarded():
+            if self.reserved:
+                drop_empty(optimizer, self.reserved)
+                self.reserved = []
             for param, gradient in self.hidden:
                 if param.grad is None:
                     param.grad = gradient

@@ -116,12 +116,12 @@ class Updates:
         updates = self.machine.in_backward
         others = updates is not None and updates.optimizer is not optimizer
         # an optimizer of unknown class may wrap the one of the backward, and call its step
-        others = others and known(type(optimizer)) is not None
+        stock = known(type(optimizer)) is not None
         for param, at, _ in ours if others or self.machine.ranks is not None else ():
             if is_unsummed(param.grad):
                 opened(param.grad)  # raises, equally in all ranks
             gone = param.grad is None and updates is not None and at in updates.committed
-            if others and (gone or is_taken(param.grad)):
+            if others and (gone or (stock and is_taken(param.grad))):
                 raise is_consumed(self.machine.buckets[at[0]].layout.params[at[1]].name)
         if ours:
             self.check()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
@@ -23,6 +24,8 @@ from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
+    drop_empty,
+    reserve,
     visible,
     visible_on_disk,
 )
@@ -49,6 +52,7 @@ class InBackward:
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
         self.running: dict[int, dict[int, ParamUpdate]] = {}  # updates of the current backward
         self._options: list[dict[str, Any]] = []  # the groups' options when it began
+        self.reserved: list[nn.Parameter] = []  # parameters that had no states when it began
         self._ended = True  # True if the last backward finished without an error
         self._backward = -1  # its id
         self._error = ""  # its error, if known
@@ -88,6 +92,9 @@ class InBackward:
             self._made, self.committed = {}, set()
         self._ended, self._error, self._buckets = False, "", buckets
         compat.when_backward_ends(self._end())
+        self.reserved += reserve(
+            self.optimizer, [p for host in buckets.values() for p in host.params]
+        )
         for key, params in wanted.items():
             buckets[key].pending.wait()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
@@ -120,6 +127,7 @@ class InBackward:
         if self._ended:
             return
         self.uncommitted, self._ended = set(), True
+        self._drop_reserved()
         self._shown.clear()
         torn: dict[int, dict[int, Left]] = {}
         for (key, i), left in self._changed():
@@ -151,7 +159,12 @@ class InBackward:
             )
         done, self.uncommitted = sorted(self.uncommitted), set()
         self.committed = set(done)
+        self._drop_reserved()
         return done
+
+    def _drop_reserved(self) -> None:
+        reserved, self.reserved = self.reserved, []
+        drop_empty(self.optimizer, reserved)
 
     # The ops.
 

@@ -136,7 +136,7 @@ def _check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) 
     assert kind is not None
     wrong = {}  # by name: what is needed
     for key, shape in kind.shapes(group, param.shape, state):
-        value = state.get(key)
+        value: Any = state.get(key)
         dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
         if not dense or value.shape != shape or not value.is_floating_point():
             wrong[key] = f"a dense floating-point tensor of shape {tuple(shape)}"
