@@ -85,7 +85,7 @@ def test_what_is_not_that_of_a_plain_loop_is_refused(
 
 def test_other_ranks_are_refused(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    with pytest.raises(ModelError, match=r"\[0, 1\] instead of \[0\]"):
+    with pytest.raises(ModelError, match=r"\[0, 1\]"):
         DistributedDataParallel(net)
 
 
