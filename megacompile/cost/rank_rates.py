@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,15 +52,6 @@ def use_cores(mesh: DeviceMesh) -> None:
     share = numa.usable_cores() // ranks_of_host(mesh)
     if by_torchrun and share > 1:
         torch.set_num_threads(share)
-
-
-class _Said(NamedTuple):
-    """The rates of a rank, as it tells the others."""
-
-    host: tuple[str, str]
-    of_host: int  # number of torchrun's ranks there
-    hardware: Hardware | None
-    disk_ranks: int  # that use its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +103,6 @@ def all_gather_object(mesh: DeviceMesh, value: Any) -> list[Any]:
         dist.all_gather_object(each, found, group=group)
         found = [one for several in each for one in several]
     return found
-
-
-def _shares(found: Sequence[_Said]) -> list[Hardware]:
-    """Each rank's rates with its share of its host, which has the sum of what its ranks reached
-    together."""
-    shares = []
-    for host, of_host, hardware, disk_ranks in found:
-        assert hardware is not None
-        of_all = [e.hardware.host_memory_gb_s for e in found if e.host == host and e.hardware]
-        mean_gb_s = statistics.mean(of_all)
-        share = hardware.divided(of_host, "host_bytes").divided(disk_ranks, *DISK_RATES)
-        shares.append(share.replace(host_memory_gb_s=mean_gb_s))
-    return shares
 
 
 def _slowest(rates: Sequence[Hardware]) -> Hardware:
@@ -207,19 +185,21 @@ def agree(
     """Find the rates that all ranks plan with: the slowest of all GPUs and disks, with a rank's
     share of its host. This is a collective, which raises if a rank fails. Each GPU is measured
     once, in a few seconds."""
-    here = all_gather_object(host_of_rank()).count(host_of_rank())
-
-    def gathered(rates: Hardware | None) -> list[_Said]:
-        of_disk = None if disk is None else disk.rates
-        whole = rates if rates is None or of_disk is None else of_disk.on(rates)
-        users = 1 if disk is None else disk.ranks
-        return all_gather_object(_Said(host_of_rank(), ranks_of_host(mesh), whole, users))
-
-    found = gathered(cached(device, here))
-    if any(each.hardware is None for each in found):  # if one must measure, all do at once
-        found = gathered(measure_together(device, here, lambda: all_gather_object(None)))
-    slowest = _slowest(_shares(found))
-    if len(found) == 1:  # no other rank to gather from
+    host = host_of_rank()
+    here = all_gather_object(host).count(host)
+    rates = cached(device, here)
+    if None in all_gather_object(rates):  # if one must measure, all do at once
+        rates = measure_together(device, here, lambda: all_gather_object(None))
+    assert rates is not None
+    if disk is not None and disk.rates is not None:
+        rates = disk.rates.on(rates).divided(disk.ranks, *DISK_RATES)
+    # the host has the sum of what its ranks reached together
+    reached = all_gather_object((host, rates.host_memory_gb_s))
+    share_gb_s = statistics.mean(gb_s for other, gb_s in reached if other == host)
+    share = rates.divided(ranks_of_host(mesh), "host_bytes").replace(host_memory_gb_s=share_gb_s)
+    shares = all_gather_object(share)
+    slowest = _slowest(shares)
+    if len(shares) == 1:  # no other rank to gather from
         return slowest
     gather_gb_s, start_s = interconnect(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
