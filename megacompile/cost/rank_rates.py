@@ -69,6 +69,7 @@ def agree_disk(
     all_gather_object: AllGather,
     *,
     measured: bool,
+    load: Callable[[str], DiskRates] = load_disk,
 ) -> SharedDisk | None:
     """The disk of this rank's folder and its users; None without a folder. This is a collective.
 
@@ -84,9 +85,7 @@ def agree_disk(
     users = [other for other, where in said if where == mine]
     beyond = ranks_of_host(mesh) - sum(where[0] == host for _, where in said)
     measures = measured and folder is not None and rank == min(users)
-    found = all_gather_object(
-        (rank, load_disk(str(folder)) if measures else None)
-    )  # the others wait
+    found = all_gather_object((rank, load(str(folder)) if measures else None))  # the others wait
     if folder is None:
         return None
     ranks = len(users) + max(0, beyond)
@@ -181,15 +180,20 @@ def agree(
     device: torch.device,
     all_gather_object: AllGather,
     disk: SharedDisk | None = None,
+    *,
+    saved: Callable[[torch.device, int], Hardware | None] = cached,
+    measure: Callable[[torch.device, int, Callable[[], object]], Hardware] = measure_together,
+    gathers: Callable[..., tuple[float, float]] = interconnect,
+    sums: Callable[..., float | None] = network,
 ) -> Hardware:
     """Find the rates that all ranks plan with: the slowest of all GPUs and disks, with a rank's
     share of its host. This is a collective, which raises if a rank fails. Each GPU is measured
-    once, in a few seconds."""
+    once, in a few seconds; tests have other measurements."""
     host = host_of_rank()
     here = all_gather_object(host).count(host)
-    rates = cached(device, here)
+    rates = saved(device, here)
     if None in all_gather_object(rates):  # if one must measure, all do at once
-        rates = measure_together(device, here, lambda: all_gather_object(None))
+        rates = measure(device, here, lambda: all_gather_object(None))
     assert rates is not None
     if disk is not None and disk.rates is not None:
         rates = disk.rates.on(rates).divided(disk.ranks, *DISK_RATES)
@@ -201,7 +205,7 @@ def agree(
     slowest = _slowest(shares)
     if len(shares) == 1:  # no other rank to gather from
         return slowest
-    gather_gb_s, start_s = interconnect(mesh, device, all_gather_object)
+    gather_gb_s, start_s = gathers(mesh, device, all_gather_object)
     slowest = slowest.with_interconnect(gather_gb_s)
-    network_gb_s = network(mesh, device, all_gather_object)
+    network_gb_s = sums(mesh, device, all_gather_object)
     return replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)

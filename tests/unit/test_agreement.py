@@ -172,7 +172,7 @@ class Threads:
     """Ranks in threads, each with its own host name, and their collectives."""
 
     def __init__(self, hosts: str, patch: pytest.MonkeyPatch) -> None:
-        self.hosts, self.patch = hosts, patch
+        self.hosts = hosts
         self._mine = threading.local()
         self._said: list[Any] = [None] * len(hosts)
         self._all_here = threading.Barrier(len(hosts), timeout=100)
@@ -218,13 +218,12 @@ class Threads:
             meet()
             return machines[self.rank] or SMALL
 
-        for name, known in {
-            "cached": lambda device, here: machines[self.rank],
-            "measure_together": measure,
-            "interconnect": lambda *_: (395.0, 1e-5),
-            "network": lambda *_: 7.0,
-        }.items():
-            self.patch.setattr(rank_rates, name, known)
+        options |= {
+            "saved": lambda device, here: machines[self.rank],
+            "measure": measure,
+            "gathers": lambda *_: (395.0, 1e-5),
+            "sums": lambda *_: 7.0,
+        }
         found = self.each(
             lambda rank: rank_rates.agree(self.mesh, CUDA, self.all_gather_object, **options)
         )
@@ -272,7 +271,6 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
 ) -> None:
     """Three ranks of a host with a disk of 1000 bytes, and one of another."""
     threads, measured = Threads("aaab", monkeypatch), list[int]()
-    monkeypatch.setattr(rank_rates, "load_disk", lambda folder: load(folder))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
 
     def load(folder: str) -> Any:
@@ -282,8 +280,8 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
     def agree(users: str, *, is_measured: bool = True) -> Any:
         def body(rank: int) -> Any:
             folder = str(tmp_path) if str(rank) in users else None
-            gather = threads.all_gather_object
-            mine = rank_rates.agree_disk(threads.mesh, folder, gather, measured=is_measured)
+            options: dict[str, Any] = {"measured": is_measured, "load": load}
+            mine = rank_rates.agree_disk(threads.mesh, folder, threads.all_gather_object, **options)
             each = None if mine is None else (mine.ranks, mine.share_bytes, mine.rates)
             return threads.all_gather_object(each)
 
