@@ -95,6 +95,7 @@ class Uncaptured(NamedTuple):
     line: int
     function: str
     why: str
+    untraced: bool = False  # True: tracing failed; False: a graph break
 
     @property
     def place(self) -> str:
@@ -152,7 +153,9 @@ def untraced_by(error: Exception) -> Uncaptured:
     text = str(error).strip()
     of_operator = re.search(r"with fake tensors: \w+ (.+?)\(\*.*: got (.+)", text)
     why = text.partition("\n")[0] if of_operator is None else ": ".join(of_operator.groups())
-    return _uncaptured(_AT.findall(text.partition("from user code:")[2]), why)
+    return _uncaptured(_AT.findall(text.partition("from user code:")[2]), why)._replace(
+        untraced=True
+    )
 
 
 def graph_breaks() -> tuple[Uncaptured, ...]:

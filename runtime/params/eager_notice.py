@@ -93,9 +93,8 @@ class EagerNotice:
             self._cause = "Dynamo did not capture it; TORCH_LOGS=graph_breaks shows why"
             breaks = compat.graph_breaks() if compat.uncaptured() > self._uncaptured else ()
             for at in breaks[:1]:  # the newest one, just before this line
-                self._cause = (
-                    f"a graph break at {at.place}: {at.why}; TORCH_LOGS=graph_breaks shows more"
-                )
+                why = f"a graph break at {at.place}: {at.why}; TORCH_LOGS=graph_breaks shows more"
+                self._cause = untraced_text(at) if at.untraced else why
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
         """Warn after a call of what it read in eager mode, once per cause. `because` replaces the
