@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megacompile import __version__
 from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, NAMES
 from megacompile.errors import MegacompileError
 from megacompile.option_values import COMPUTE_DTYPES, STATE_DTYPES, Activations, parse_bytes
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train models that do not fit on the GPU, and inspect how.",
         epilog="See python -m megacompile COMMAND --help for each command.",
     )
+    parser.add_argument("--version", action="version", version=f"megacompile {__version__}")
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True, prog=parser.prog
     )

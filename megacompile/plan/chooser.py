@@ -37,7 +37,7 @@ from megacompile.plan.planner import (
 from megacompile.plan.problem import DEVICE, Problem
 from megacompile.plan.setting import Setting
 from megacompile.plan.tiers import Drafts
-from megacompile.text import format_bytes
+from megacompile.text import duration, format_bytes
 
 _Stages = tuple[Stage, ...]  # from `Pipeline.partition`; they identify a captured graph
 
@@ -130,7 +130,7 @@ class Chooser:
         reasons = (
             f"{len(stages.stages)} short stages run as one: everything is kept and resident on "
             f"the device, in {format_bytes(peak_bytes)} of its "
-            f"{format_bytes(problem.budget_bytes)}; {step_s * 1e3:.0f} ms a step predicted",
+            f"{format_bytes(problem.budget_bytes)}; {duration(step_s)} a step predicted",
         )
         found = SearchResult(choice, step_s, peak_bytes, 1, reasons)
         self._planned.pop(whole.stages, None)  # the new one comes last

@@ -34,7 +34,7 @@ from megacompile.plan.candidates import Candidates
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
-from megacompile.text import format_bytes
+from megacompile.text import duration, format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, updated on the device
@@ -120,7 +120,7 @@ def _reasons(candidates: Candidates, best: Choice, step_s: float, peak: int) -> 
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.places.resident)} of "
         f"{len(problem.buckets)} buckets are resident: {format_bytes(peak)} of {budget} of "
-        f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
+        f"device memory, {duration(step_s)} a step predicted, "
         + (
             f"the fastest of {len(tried)} plans that fit"
             if len(tried) > 1
@@ -132,7 +132,7 @@ def _reasons(candidates: Candidates, best: Choice, step_s: float, peak: int) -> 
         lines.append("optimizer states are fetched a stage ahead, later than weights, for memory")
     if streamed and best.places.resident:
         streamed_s = problem.step_s(min(streamed, key=streamed.__getitem__))
-        lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
+        lines.append(f"with every bucket streamed it would take {duration(streamed_s)}")
     return tuple(lines)
 
 

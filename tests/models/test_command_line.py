@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile as package
-from megacompile import Schedule, errors, megacompile, schedules, trace, updates
+from megacompile import Schedule, __version__, errors, megacompile, schedules, trace, updates
 from megacompile.cli import main
 from megacompile.ir import ops
 from tests import inside
@@ -132,6 +132,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     every = said()
     for command in ("demo", "plan", "hardware"):
         assert f"{command} " in every and "--" in said(command)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"megacompile {__version__}\n"
 
 
 MISTAKES = [
