@@ -92,7 +92,7 @@ def flops_of(node: fx.Node) -> int:
     if is_grouped(node):
         return _grouped_flops(node)
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:  # packed weights: each element is a sum over the first's last dimension
+    if formula is None:  # packed weights: sums over the last dimension of the first operand
         found = _operands(node)
         return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -126,8 +126,8 @@ def _grouped_flops(node: fx.Node) -> int:
 
 
 def _operands(node: fx.Node) -> list[torch.Tensor]:
-    """The inputs of a product, (.., k) first, and its result (.., n); [] if the node is no
-    product."""
+    """The inputs of a product, (.., k) first, and its result (.., n); [] if the node is not
+    a product."""
     each = [tensors_of(source) for source in node.all_input_nodes]
     given = tensors_of(node)[:1]
     if not is_product(node) or not given or not each or not each[0] or not each[0][0].dim():
@@ -154,7 +154,7 @@ _HALF_RATE_LENGTH = 900  # of attention; fitted to 1024 to 131072 tokens on an H
 
 
 def reached_rate(node: fx.Node) -> float:
-    """The share of its rate with long sequences that attention reaches."""
+    """The rate of attention, as a share of its rate with long sequences."""
     length = int(_attended(node)[0].shape[-2])
     return length / (length + _HALF_RATE_LENGTH)
 
@@ -174,8 +174,8 @@ def workspace_bytes(node: fx.Node) -> int:
 def unpacked_bytes(node: fx.Node) -> int:
     """Bytes of the weights that a product with packed weights unpacks before it begins.
 
-    Such a product, (.., k) to (.., n), is not in the registry, and none of its inputs has n x k
-    elements. An example is bitsandbytes' product with more than 1536 rows.
+    Such a product, (.., k) to (.., n), is not in torch's registry of FLOP formulas, and none of its
+    inputs has n x k elements. An example is bitsandbytes' product with more than 1536 rows.
     """
     found = _operands(node)
     known = getattr(node.target, "overloadpacket", None) in flop_registry or is_grouped(node)

@@ -117,7 +117,7 @@ Reads = dict[int, int]  # buffer -> bytes read from it
 
 
 def _joined(each: Iterable[Reads]) -> Reads:
-    """Everything that is read, the larger part of each buffer."""
+    """The reads of all together: from each buffer, the most that one of them reads."""
     found: Reads = {}
     for reads in each:
         for buffer, size in reads.items():
@@ -269,7 +269,7 @@ class _Walk:
         return [group for group in groups if group]
 
     def returned(self) -> Iterator[Returned | None]:
-        """The memory of each result; None if it is no tensor."""
+        """The memory of each result; None if it is not a tensor."""
         for reads in self.results:
             if not reads:
                 yield None

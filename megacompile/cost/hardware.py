@@ -68,8 +68,8 @@ class Hardware:
     def with_interconnect(self, gb_s: float) -> Hardware:
         """The same machine with an interconnect of `gb_s` per rank.
 
-        An interconnect that is no faster than the link to the host is assumed to use that link, to
-        other GPUs of this host or to its network, and to share it with copies.
+        An interconnect that is no faster than the link to the host is assumed to run over that link
+        (to other GPUs of this host, or to its network) and to share it with copies.
 
         Raises:
             OptionError: not a positive number.
@@ -79,15 +79,15 @@ class Hardware:
 
     @property
     def replicas_gb_s(self) -> float:
-        """Bandwidth of one rank from its replicas, usually on other hosts, while all ranks of its
-        host communicate; 100 Gbit/s are assumed if it was neither measured nor given."""
+        """Bandwidth at which one rank receives from its replicas, usually on other hosts, while all
+        ranks of its host communicate; 100 Gbit/s if it was neither measured nor given."""
         return ASSUMED_NETWORK_GB_S if self.network_gb_s is None else self.network_gb_s
 
     def with_link(self, gb_s: float) -> Hardware:
         """The same machine with a link of `gb_s` between host and device, in one direction at a
         time.
 
-        The rates with both directions busy and of collectives over this link scale with it.
+        The rates with both directions busy, and those of collectives over this link, scale with it.
 
         Raises:
             OptionError: not a positive number.
@@ -147,10 +147,10 @@ H200 = Hardware(
 """One H200 on PCIe 5 with 16 CPU cores, on torch 2.11 with CUDA 13.
 
 Measured: copies, matmul, memory, host memory, the update (0.18 s per billion parameters at 22
-bytes), a gather over NVLink. Fitted to whole steps (benchmarks/results): `sustained`, to one
-layer's forward, recompute and backward in 48 ms, and `attention_share`, to those of 28 layers at
-131072 tokens in 39.5 s. fp32 (67 TFLOP/s) and fp8 (1979 TFLOP/s) are from the data sheet, scaled by
-the share of its sheet's rate that bf16 reached.
+bytes), a gather over NVLink. Fitted to whole steps (benchmarks/results): `sustained`, to 48 ms for
+one layer's forward, recompute and backward, and `attention_share`, to 39.5 s for those of 28 layers
+at 131072 tokens. fp32 (67 TFLOP/s) and fp8 (1979 TFLOP/s) are from the data sheet, scaled by the
+share of its data-sheet rate that bf16 reached.
 """
 
 

@@ -85,17 +85,17 @@ def device_memory(
 ) -> DeviceMemory:
     """Walk a step of schedules whose forwards run in sequence.
 
-    Slots are shared by the schedules. Memory whose free a backward or an update defers is live
-    until a forward drains it, or without a drain until the next deferral. Chunks of updates that
-    the device makes for the host are live in forwards. Resident buckets are always live; their
-    gradients from the backward that keeps them, or always with `gradients_stay` or if backwards add
-    to earlier gradients.
+    Slots are shared by the schedules. Memory that a backward or an update passes to `defer_free` is
+    live until a forward's `drain` or, without one, until the next `defer_free`. Chunks of updates
+    that the device makes for the host are live in forwards. Resident buckets are always live. Their
+    gradients are live from the backward that keeps them, or always, with `gradients_stay` or if
+    backwards add to earlier gradients.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused, optimizer or OptimizerCost(states=0))
     replay.begin(each, gradients_stay=gradients_stay)
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[MemoryKind.STATES] -= replay.in_chunks  # of the last step; `help_host` has its own
+    replay.live[MemoryKind.STATES] -= replay.in_chunks  # last step's; `help_host` adds its own
     for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
             replay.backward(schedule, saved_values)
@@ -106,7 +106,7 @@ def device_memory(
 
 
 def accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
-    """Buckets whose gradients a backward adds to or, unless `reads`, leaves."""
+    """Buckets with gradients that a backward adds to or (unless `reads`) leaves for later."""
     if schedule.backward is None:
         return []
 
@@ -358,7 +358,7 @@ def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
     if not again and k < results:
         return (k,)
     saved = k if again else k - results
-    first = 0 if again and not template.random else results  # the forward's graph has results first
+    first = 0 if again and not template.random else results  # saved tensors follow the results
     bundle = stage.bundles[saved] if stage.bundles else (saved,)
     return tuple(first + i for i in bundle)
 

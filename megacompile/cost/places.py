@@ -40,9 +40,9 @@ def _state_bytes(bucket: Bucket, trained: Sequence[int], cost: OptimizerCost) ->
 
 
 def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> int:
-    """Bytes of a rank's states of an unsharded bucket on a disk, where each tensor has its own
-    place; a set of host buffers for them is as large. `trained` are the indices of the parameters
-    that get a gradient."""
+    """Bytes of one rank's states on a disk, where each tensor has its own place; a set of host
+    buffers for them is as large. `bucket` is the whole bucket, not a shard. `trained` are the
+    indices of the parameters that get a gradient."""
     size, mine = 0, largest_shard(bucket)
     for i in trained if cost.states else ():
         param = mine.params[i]

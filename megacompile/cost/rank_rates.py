@@ -188,7 +188,7 @@ def agree(
 ) -> Hardware:
     """Find the rates that all ranks plan with: the slowest of all GPUs and disks, with a rank's
     share of its host. This is a collective, which raises if a rank fails. Each GPU is measured
-    once, in a few seconds; tests have other measurements."""
+    once, in a few seconds. The keyword-only arguments are for tests."""
     host = host_of_rank()
     here = all_gather_object(host).count(host)
     rates = saved(device, here)

@@ -227,7 +227,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         words = memory.view(torch.int64)
         words.random_(generator=torch.Generator().manual_seed(0))
         spans[way] = FileSpan(place, functools.partial(torch.Tensor.view, memory, -1))
-        begun(Way.WRITE, spans[way]).wait()  # new places are slower
+        begun(Way.WRITE, spans[way]).wait()  # the first write to a place is slower
 
     def gb_s(*ways: Way) -> float:
         """The rate of each way, the best of several runs because others may use the disk."""
@@ -239,7 +239,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
             times.append(time.perf_counter() - start)
         return _FILE_BYTES / min(times) / 1e9
 
-    # once the first of both has ended, the other has the disk alone
+    # when one of the two has ended, the other has the disk to itself
     read, write, both = gb_s(Way.READ), gb_s(Way.WRITE), gb_s(*Way)
     return DiskRates(read, write, min(read, both), min(write, both))
 
@@ -253,9 +253,9 @@ _Rates = TypeVar("_Rates", Hardware, DiskRates)
 
 
 def load(device: torch.device | str, *, again: bool = False) -> Hardware:
-    """The measured figures of `device`, from the cache if it was measured before, unless `again`,
-    for example because the device was busy then. Ranks that share a model then measure it again
-    too.
+    """The measured figures of `device`, from the cache if there are any. `again` measures in any
+    case, for example because the device was busy the last time; ranks that share a model then
+    measure again too.
 
     The cache file depends on the device, the number of threads, torch's version and the version of
     the format. An unreadable file is replaced.
@@ -341,7 +341,8 @@ def _file(device: torch.device, ranks: int | str = 1) -> Path | None:
 
 
 def _disk_file(folder: Path) -> Path | None:
-    """The cache file for a disk of this machine, because machines may share a cache."""
+    """The cache file for a folder's disk. It names the machine, because machines may share a
+    cache."""
     try:
         device = os.stat(folder).st_dev
     except OSError:

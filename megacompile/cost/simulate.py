@@ -66,7 +66,7 @@ class _Graph:
         self.gives: dict[Handed, int] = {}  # value that a later graph may take -> its item
         self.deferred: list[int] = []  # copies that the next drain waits for
         self.awaited: list[Handed] = []  # the same, of earlier graphs
-        self.fresh: set[int] = set()  # buckets whose new weights stay on the device until then
+        self.fresh: set[int] = set()  # buckets whose new weights stay on the device until a drain
         self._position: dict[fx.Node, int] = {}
         for node in schedule.graphs[name].nodes:
             if ops.op_of(node) is not None:
@@ -210,7 +210,7 @@ class _Amounts:
 class Script:
     """The work of a step's graphs, independent of the machine. Forwards of the schedules run in
     order, then their backwards in reverse, then their updates. Without an `optimizer` there are no
-    updates; `fused`: elementwise operations are (lowering "inductor")."""
+    updates. `fused`: elementwise operations are fused (lowering "inductor")."""
 
     def __init__(
         self, schedules: Sequence[Schedule], optimizer: OptimizerCost | None, *, fused: bool
@@ -348,8 +348,8 @@ def simulate(
     """Predict `steps` steps on `hardware`; of three, the period of the last is a training step.
 
     With several schedules, one for each captured graph of a model, forwards run in order, backwards
-    in reverse. Without an `optimizer` there are no updates; `fused`: elementwise operations are
-    (lowering "inductor").
+    in reverse. Without an `optimizer` there are no updates. `fused`: elementwise operations are
+    fused (lowering "inductor").
     """
     schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
     return simulate_script(Script(schedules, optimizer, fused=fused), hardware, steps=steps)

@@ -12,7 +12,7 @@ import torch
 ParamId = tuple[int, int]  # a parameter: the key of its bucket, and its index there
 
 ALIGNMENT_BYTES = 256  # of each parameter in its bucket, like the CUDA allocator's
-PADDED_NUMEL = 256  # rounding, in elements, of offsets without mirrored neighbours
+PADDED_NUMEL = 256  # in mirrors, offsets after a gap are rounded up to this many elements
 
 
 def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
@@ -169,8 +169,8 @@ class Unit:
 
 
 # Offsets in buffers that mirror a bucket's parameters: masters, gradients, states.
-# Neighbours keep the parameters' distance in elements, so that parameters, gradients and states of
-# neighbours are spans of equal length, and one kernel call can update them. After a gap, or with
+# Neighbors keep the parameters' distance in elements, so that parameters, gradients and states of
+# neighbors are spans of equal length, and one kernel call can update them. After a gap, or with
 # mixed element sizes, they follow one another.
 
 
@@ -180,7 +180,7 @@ def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, i
     params = {i: bucket.params[i] for i in sorted(item_bytes)}
     alike = len({(param.dtype.itemsize, item_bytes[i]) for i, param in params.items()}) == 1
     found: dict[int, int] = {}
-    behind = end = 0  # of the last tensor: the next offset for a non-neighbour, its end
+    behind = end = 0  # the next offset after a gap, and the end of the last tensor
     for i, param in params.items():
         item = item_bytes[i]
         found[i] = behind

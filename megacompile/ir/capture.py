@@ -30,8 +30,8 @@ PLAIN = frozenset(
 
 
 def key_of(value: Any, other: Callable[[Any], Hashable]) -> Hashable:
-    """A key for a value: of constants (plain values and enum members), or of containers (slices and
-    frozen dataclasses too) of values; what `other` returns for anything else."""
+    """A key for a value: a constant (a plain value or an enum member) or a container of values
+    (which may be a slice or a frozen dataclass). `other` returns the keys of all other objects."""
     kind = type(value)
     if kind is float:
         return kind, value.hex()  # -0.0 differs from 0.0, and nan equals itself
@@ -56,9 +56,9 @@ def constant_key(value: Any) -> Hashable:
     else."""
 
     def other(value: Any) -> Hashable:
-        raise TypeError(f"{type(value).__name__} is no constant")
+        raise TypeError(f"{type(value).__name__} is not a constant")
 
-    hash(value)  # of a mutable container: a TypeError
+    hash(value)  # raises TypeError for a mutable container
     return key_of(value, other)
 
 
@@ -148,7 +148,7 @@ class TensorInput:
 class Wrapping:
     """Rebuilds a wrapper subclass tensor from its component tensors.
 
-    It is called with the components, and appears in graphs as the function.
+    In a graph it is the function of a call that takes the components.
     """
 
     cls: type[torch.Tensor]

@@ -7,9 +7,9 @@ ordering: two ops are ordered if a path of such edges connects them, and race ot
 issues ops in program order too, so a backward-pointing edge (a value used before its definition)
 orders nothing. `megacompile.verify.cycle_checks` defines how graphs are connected.
 
-A graph waits for an earlier graph's work on a bucket by tokens: it returns the ops that wrote each
-part of a bucket last. A later graph has a placeholder for each part that it must wait for, and
-names it in `after=`:
+A graph waits for an earlier graph's work on a bucket by tokens. The earlier graph returns, for each
+part of a bucket, the op that wrote it last. The later graph has a placeholder for each part that it
+must wait for, and names it in `after=`:
 
     update     3UPDATE                          the graph returns it
     forward    3PREFETCH@1 after=(weights_3)    the placeholder stands for 3UPDATE
@@ -58,7 +58,7 @@ class Edge:
 def edges(graph: fx.Graph) -> Iterator[Edge]:
     """All edges of a graph, in program order of the second ops.
 
-    Includes the edges of ops that only name others (`not op.waits`), for pictures.
+    For pictures, includes the edges of ops that name others without waiting (`not op.waits`).
     """
     last: dict[Stream, fx.Node] = {}
     for node in ops.nodes_of(graph):

@@ -111,14 +111,14 @@ def linear_cross_entropy(
     chunk_rows: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`cross_entropy(linear(hidden, weight, bias), target)` in chunks; () of `dtype`.
+    """`cross_entropy(linear(hidden, weight, bias), target)` in chunks, a scalar of `dtype`.
 
     No chunk has more than `chunk_rows` rows, and their sizes are as equal as tiles allow.
     `mean`: averages over the targets other than `ignore_index`, by class weight; otherwise sums.
     Differentiable once, in hidden, weight and bias. Follows autocast as `linear` does.
 
     Raises:
-        IndexError: a target is no class (on CUDA, a device-side assertion).
+        IndexError: a target is not a valid class (on CUDA, a device-side assertion).
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):

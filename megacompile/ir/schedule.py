@@ -45,11 +45,11 @@ class Schedule:
     With `symbols`, metas have the planned sizes. The schedule is valid for all symbol values that
     satisfy the conditions of its stages' code.
 
-    `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
-    saved values: the values of the backward's placeholders with the same names, and values for a
-    backward of other outputs. A backward returns gradients, and values left on the device for the
-    update's placeholders with the same names. `optimizer.step()` runs the update; if the backward
-    updates, there is no update graph. `megacompile.ir.edges` describes the waits between graphs.
+    `print(schedule)` is the Python that the executor runs. A forward returns its outputs and its
+    saved values, which the backward's placeholders take by name; some are only for a backward of
+    other outputs. A backward returns gradients, and values that stay on the device, which the
+    update's placeholders take by name. `optimizer.step()` runs the update; if the backward updates,
+    there is no update graph. `megacompile.ir.edges` describes the waits between graphs.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Schedule:
     left: tuple[str, ...] = ()  # names of the backward's nodes that the update reads
     symbols: Symbols | None = None  # of its sizes and numbers; None: for one set of sizes
     rest: tuple[Bucket, ...] = ()  # updated without gradients from this schedule's backward
-    # forward placeholders whose in-place changes autograd records: see the last outputs
+    # forward placeholders whose in-place changes autograd records; new values are the last outputs
     recorded: tuple[str, ...] = ()
     # (output, parameter): user-visible views of parameters, which are copies here
     views: tuple[tuple[int, str], ...] = ()

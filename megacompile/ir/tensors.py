@@ -60,7 +60,7 @@ class Symbols:
     """The symbols of a captured graph, with the planned values."""
 
     planned: Mapping[sympy.Symbol, int | float]
-    fakes: compat.SymbolicFakes  # the inputs that its values were found with
+    fakes: compat.SymbolicFakes  # the mode in which its values were found
 
 
 def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
@@ -194,8 +194,8 @@ def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
 
 
 def dense(tensor: torch.Tensor, like: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """The tensor, or a copy of it, dense in the order of the strides `like` of a tensor of this
-    shape."""
+    """The tensor, or a dense copy of it, with the memory order that strides `like` give a tensor of
+    this shape."""
     order = sorted(range(tensor.dim()), key=lambda d: (like[d], shape[d]), reverse=True)
     expected = 1
     for d in reversed(order):

@@ -36,15 +36,15 @@ class Axis:
         return (*shape[: self.dim], self.size(tokens), *shape[self.dim + 1 :])
 
     def cut(self, tensor: Tensor, start: int, length: int) -> Tensor:
-        """`length` tokens from `start` on, dense, with the dimensions in the same memory order: a
-        view, unless other dimensions are outside of the token dimension."""
+        """The `length` tokens from `start`, dense and in the same memory order: a copy if another
+        dimension lies outside of the token dimension in memory, otherwise a view."""
         part: Tensor = self.part(tensor, start, length).flatten(self.dim, self.dim + 2)
         if 0 in part.stride():  # it is broadcast
             return part
         return dense(part, part.stride(), part.shape)
 
     def part(self, tensor: Tensor, start: int, length: int) -> Tensor:
-        """The same as a view with `dim` split into (outer, length, inner)."""
+        """The same tokens as a view, with `dim` split into (outer, length, inner)."""
         tokens = tensor.shape[self.dim] // (self.outer * self.inner)
         whole: Tensor = tensor.unflatten(self.dim, (self.outer, tokens, self.inner))
         return whole.narrow(self.dim + 1, start, length)
@@ -108,7 +108,7 @@ class Piece:
         return f"piece_{self.index}" if self.is_whole else f"tiles_{self.index}"
 
     def __call__(self, *_: Tensor) -> tuple[Tensor, ...]:
-        """Raise: only a name in a graph; `megacompile.passes.stages.lower` creates the code."""
+        """Raise: a piece only names code, which `megacompile.passes.stages.lower` creates."""
         raise NotImplementedError(f"{self.__name__} has no code of its own")
 
 

@@ -43,7 +43,8 @@ def owns(value: fx.Node) -> bool:
 
 
 def memory(node: fx.Node) -> fx.Node:
-    """The value that owns a node's memory: some ops return an argument, changed in place.
+    """The value that owns a node's memory, because some ops change an argument in place and return
+    it.
 
     Fetched gradients fill their buffer, sums overwrite fetched gradients, assigned inputs stay in
     place.
@@ -74,14 +75,14 @@ def outliving(graph: fx.Graph) -> set[fx.Node]:
 
 
 def endings(steps: Sequence[Collection[T]]) -> list[set[T]]:
-    """The values that each step uses last, of those that it uses or defines."""
+    """For each step, those of its values that no later step uses or defines."""
     last = {value: i for i, used in enumerate(steps) for value in used}
     return [{value for value in used if last[value] == i} for i, used in enumerate(steps)]
 
 
 def borrowed(schedule: Schedule) -> frozenset[str]:
     """The names of the forward's values that autograd would not keep for a backward: stage inputs
-    and outputs from which this schedule's backward may recompute the values that autograd keeps."""
+    and saved tensors from which this schedule's backward recomputes what autograd would keep."""
     found: set[str] = set()
     kept: set[str] = set()
     for call in ops.nodes_of(schedule.forward, ops.forward):

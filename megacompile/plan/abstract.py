@@ -102,8 +102,8 @@ def abstract_programs(
             memory, plans may use all of the machine's except 5 % or 4 GiB, whichever is less.
 
     Raises:
-        ModelError: `model` is not a module, has no parameters or packed ones of a class that wraps
-            no others (bitsandbytes), or no graph was captured.
+        ModelError: `model` is not a module or has no parameters, a packed parameter's class does
+            not wrap other tensors (bitsandbytes), or no graph was captured.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"to plan for: got {type(model).__name__}; needed a torch.nn.Module")

@@ -1,5 +1,4 @@
-"""The memory that plans may use, and the places that plans and uncaptured code want buckets to be
-in.
+"""The memory that plans may use, and the places where plans and uncaptured code want buckets.
 
 The device's budget shrinks after an out-of-memory error. The first plan that reads a bucket decides
 about it, and all later plans keep that decision.
@@ -22,7 +21,7 @@ from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
-_LESS = 0.9  # the next budget, if the largest plan ran out of memory: a share of its memory
+_LESS = 0.9  # after an out-of-memory error: the next budget, as a share of the largest plan's
 
 
 class Budget:
@@ -62,12 +61,12 @@ class Budget:
         self._needed_bytes = max(self._needed_bytes, peak_bytes)
 
     def holds(self, more_bytes: int, peak_bytes: int) -> bool:
-        """True if code fits whose peak is `peak_bytes` and that needs `more_bytes` in addition to
-        the largest plan."""
+        """True if code with this peak fits, and if the largest plan fits with `more_bytes` in
+        addition."""
         return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
 
     def room(self, peak_bytes: int) -> int:
-        """Device memory that is left next to a plan with this peak and next to the largest plan."""
+        """Device memory that both a plan with this peak and the largest plan leave free."""
         return self.size_bytes() - max(self._needed_bytes, peak_bytes)
 
     def step_down(self, problems: Iterable[Problem]) -> str:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from megacompile.ir.plan import Choice
 from megacompile.plan.problem import Problem
 
-_DELAYS = (1, 2, 4, 8)  # in backwards, of states on their way to the host
-_APART = 1 / 24  # of the stages: resolution of the search for stages kept on the host
+_DELAYS = (1, 2, 4, 8)  # number of backwards that the copy of states to the host may take
+_APART = 1 / 24  # of the stages: resolution of the search for the number kept on the host
 _FEWER = (0, 1, 2, 3)  # numbers of residents to give up for stages that are kept on the host
 _EQUAL = 0.002  # predictions this close count as equal; residents break the tie
 _PAYS = 0.01  # of a step's time: the least gain of a move
@@ -50,7 +50,7 @@ class Candidates:
         resident = choice.places.resident
         if len(resident) < len(self.problem.buckets):
             return False
-        size = self.problem.resident_bytes(resident, gradients=False)  # quick, and too little
+        size = self.problem.resident_bytes(resident, gradients=False)  # a quick lower bound
         return size <= self.problem.budget_bytes and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
@@ -99,8 +99,8 @@ class Candidates:
         return self.times.get(choice, math.inf)
 
     def _fastest_of(self, choice: Choice) -> Choice:
-        """Try a choice; the fastest that this simulates, the first of equals. The same choice if it
-        does not fit."""
+        """Try a choice; returns the fastest of the choices that this simulates (of equals the
+        first), or the same choice if none fits."""
         if choice not in self._fastest:
             before = set(self.times)
             self.add(choice)
@@ -126,9 +126,10 @@ class Candidates:
     # The moves.
 
     def add_late_states(self, streamed: Choice) -> None:
-        """Try states that leave some backwards later, or are fetched only one stage ahead, with the
-        fewest residents (`streamed`) and with the best choice's number. Late states take slots from
-        residents, so with fewer residents they may leave later still."""
+        """Try longer delays until states have left the device; if that does not fit, fetch them
+        only one stage ahead, too. Start with the fewest residents (`streamed`) and with as many as
+        the best choice has: states that stay longer take memory from residents, so fewer residents
+        may allow a longer delay."""
 
         def look(count: int, delays: Iterable[int]) -> Choice:
             for delay in delays:
@@ -149,7 +150,7 @@ class Candidates:
         self.climb(at, (at - least) // 2, self._counts(self.best), later)
 
     def _counts(self, choice: Choice) -> range:
-        """The numbers of new residents that other buckets leave to choose from."""
+        """The numbers of new residents with which the other buckets fit elsewhere."""
         if not self.resident:
             return range(0)
         least = self.problem.fewest_residents(choice) or 0
@@ -159,10 +160,10 @@ class Candidates:
         """Simulate choices with inputs of stages on the host: with as few as necessary, and with
         more, which may leave memory to keep stages.
 
-        If the host does not hold these inputs, every other stage runs again instead of having its
+        If the host does not hold these inputs, every other stage is rerun instead of having its
         outputs wait, or the waiting tensors go on to a disk (`Tiers.settled`). The freed device
-        memory is used for residents: as few as necessary for the others to fit elsewhere, or as
-        many as fit, which leave less work to a disk.
+        memory is used for residents: either just enough for the others to fit elsewhere, or as many
+        as fit, which leaves less work to a disk.
         """
         problem = self.problem
         for rerun in (False, True) if problem.may_rerun else (False,):
@@ -194,7 +195,7 @@ class Candidates:
             return self._fastest_of(replace(best, places=places, halves=True))
 
         if best.keep == self.problem.stages:
-            return best  # nothing is computed again
+            return best  # nothing is recomputed
         found = look(at)
         if self._time(found) >= before * (1 - _EQUAL):
             return best
@@ -248,7 +249,7 @@ class Candidates:
         counts = (count, most // 2, most, *(count >> k for k in range(1, count.bit_length())))
 
         def look(n: int) -> Choice:
-            """The fastest with a few residents fewer, if necessary."""
+            """The fastest choice with this number; gives up a few residents if necessary."""
             found = best
             for fewer in _FEWER[: self.count(best) + 1] if n else ():
                 places = self.problem.places(self.count(best) - fewer)

@@ -87,7 +87,7 @@ class Chooser:
     def choose(
         self, planned: Planned, schedule: Schedule, placement: Placement, *, again: bool = False
     ) -> _PlanChoice:
-        """The choice for these stages; the first call searches. `schedule` is the same, from
+        """The choice for these stages; the first call searches. `schedule` is their schedule from
         `Pipeline.differentiated`; see `PassCompiler.choose`."""
         places = placement.places
         if schedule.backward is None:
@@ -102,8 +102,8 @@ class Chooser:
         return self._chosen[planned.stages]
 
     def may_merge(self, stages: Schedule, placement: Placement) -> bool:
-        """True if one stage may be faster than the chosen plan of these: nothing moves, nothing is
-        recomputed, and the stages are so short that the device waits for Python."""
+        """True if these stages may be faster as one than in the chosen plan: nothing moves, nothing
+        is recomputed, and the stages are so short that the device waits for Python."""
         options, planned = self.setting.options, self._planned.get(stages.stages)
         if planned is None or len(stages.stages) < 2 or not options.may_merge:
             return False
@@ -283,8 +283,8 @@ class Chooser:
 
     @staticmethod
     def _latest(every: Iterable[_Planned]) -> tuple[Schedule, ...]:
-        """The latest draft of each set of buckets: graphs that read the same buckets are the same
-        code for other inputs, so only one of them runs at a time."""
+        """The latest draft for each set of buckets: graphs that read the same buckets are the same
+        code for different inputs, so only one of them runs at a time."""
         latest = {planned.keys: planned for planned in every}
         return tuple(planned.schedule for planned in latest.values())
 

@@ -32,8 +32,8 @@ _CAPTURES = 4  # at most, per stage: other sizes, evaluation, accumulated gradie
 
 
 class PassCompiler:
-    """Chooses, builds, verifies and lowers. Budgets are in bytes; None: the user's limit, or what
-    is free. `templates` is already traced code."""
+    """Chooses, builds, verifies and lowers. Budgets are in bytes; None: the user's limit, or the
+    free memory. `templates` has the code traced so far."""
 
     def __init__(
         self,
@@ -121,9 +121,9 @@ class PassCompiler:
         return self.wants(placement)
 
     def plan(self, planned: Planned, placement: Placement, *, draft: bool = False) -> Schedule:
-        """Build the verified schedule, whose templates have graphs but no code yet, for buckets at
-        `placement` when it runs. A `draft` is for simulation only: not verified, and without a
-        history.
+        """Build and verify the schedule for buckets that are at `placement` when it runs. Its
+        templates have graphs, but no code yet. A `draft` is for simulation only: it is not verified
+        and has no history.
 
         Raises:
             DeviceMemoryError, HostMemoryError: as `choose`.
@@ -159,8 +159,8 @@ class PassCompiler:
         return replace(schedule, plan=plan)
 
     def _as_run(self, planned: Planned, placement: Placement) -> Schedule:
-        """The stages that run for these: themselves or, if they are short and everything fits, one
-        for all of them. Fixed once a backward is planned."""
+        """The stages that run for these: the stages themselves or, if they are short and everything
+        fits, one for all of them. This is fixed once a backward is planned."""
         if (stages := planned.stages) in self._run:
             return self._run[stages]
         schedule = self._differentiated(planned)

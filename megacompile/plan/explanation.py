@@ -20,7 +20,7 @@ _KINDS = (  # rows of the table of memory
     *(MemoryKind.SLOTS, MemoryKind.STAGED),
 )
 _EXPLAINED = 0.02  # smaller shares are not shown
-_FELT = 0.03  # of a step; ranks that wait less for another one are not shown
+_FELT = 0.03  # of a step; the slowest rank is not shown if the others wait less for it
 
 Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
 

@@ -220,8 +220,8 @@ def _reasons(plans: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _not_planned(schedules: Sequence[Schedule], parameters: int) -> tuple[str, ...]:
-    """A line with the number of parameters that no stage reads; nothing if stages read all, or for
-    packed parameters, whose components have other numbers of elements."""
+    """A line with the number of parameters that no stage reads. Nothing if stages read all, or if
+    they read packed parameters, whose components have a different number of elements."""
     read = {
         (stage.buckets[ref.bucket].key, ref.param): stage.buckets[ref.bucket].params[ref.param]
         for schedule in schedules
@@ -243,7 +243,7 @@ _COMPUTES = ("forward", "recompute", "backward")
 
 
 def _stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
-    """The stages of a step, grouped if they are alike, in the order of the first of each group."""
+    """Groups of stages that are alike, in the order of each group's first stage."""
     templates = dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
     order = {id(template): index for index, template in enumerate(templates)}
     found: list[StageGroup] = []

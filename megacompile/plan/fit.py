@@ -48,9 +48,9 @@ def _table(kinds: Mapping[str, int], needed: int, available: int | None) -> str:
 
 
 def refusal(problem: Problem, choice: Choice, disk_weights: bool | None) -> str:
-    """The error text of a model that does not fit: the memories that are too small, what takes the
-    first, and changes that would be enough. `choice` is the closest one; `disk_weights` as in the
-    options."""
+    """The error text for a model that does not fit: the memories that are too small, a table of the
+    bytes in one of them, and changes that would help. `choice` is the closest one; `disk_weights`
+    as in the options."""
     lacks, peak = problem.lacking(choice), problem.memory(choice).peak
     device = short(DEVICE, peak.total_bytes, problem.budget_bytes)
     device += f", at {peak.graph} {peak.label}, with every stage recomputed"

@@ -274,7 +274,8 @@ class Pipeline:
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         fused = options.lowering is Lowering.INDUCTOR
-        # with ranks in eager too: otherwise torch clips with a collective that hangs if one fails
+        # ranks need them in eager too: torch's clipping runs a collective, which would hang if a
+        # rank failed
         norms = fused or options.ranks > 1
         return [
             ("offload_grad", offload),

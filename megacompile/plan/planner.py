@@ -1,16 +1,17 @@
 """Searches for the fastest plan that fits: which stages are kept, which buckets are resident.
 
-A kept stage avoids its recompute; a resident bucket its copies and the host update; a bucket
-updated on the device the host update. They compete for memory, so plans are built and simulated.
+A kept stage needs no recompute, a resident bucket neither copies nor a host update, and a bucket
+that is updated on the device no host update. They compete for memory, so plans are built and
+simulated.
 Each candidate has a number of resident buckets (the first in forward order, whose updates the next
 forward waits for), a share of the other buckets that is updated on the device, and as many kept
 stages as fit (the last ones, whose saved tensors live the shortest). The search alternates between
 the share and the number, each over a coarse grid, then refines the number, and then tries the moves
 of `candidates`.
 
-Enough buckets are made resident that the others fit on the host. If nothing fits, memory is traded
-for time: inputs of the first stages wait on the host, stages run again for their outputs, and what
-still does not fit on the host goes to a disk.
+At least as many buckets are made resident as are needed for the others to fit on the host. If
+nothing fits, time is traded for memory: inputs of the first stages wait on the host, stages are
+rerun for their outputs, and what still does not fit on the host goes to a disk.
 
 The host's rates vary from day to day and with its other load, so plans are compared by their mean
 time over the measured host and a slower one.
@@ -142,12 +143,12 @@ _NOTABLE = 0.1  # of the budget: the least workspace worth cutting
 
 
 def search_everywhere(problem: Problem) -> SearchResult | None:
-    """Find the fastest choice that fits, under the options, also in tiles if the plan may choose
-    them: in as few as necessary to fit, and in more if that is faster.
+    """Find the fastest choice that fits, under the options. If plans may use tiles, try them too:
+    as few as necessary to fit, and more if that is faster.
 
     Tokenwise pieces need less device memory in tiles, and a kept stage saves less: only the inputs
-    and outputs of attention. That leaves memory to keep more stages. But whatever tiles compute is
-    recomputed in the backward, even in kept stages: with short sequences, most of a stage.
+    and outputs of attention. That leaves memory to keep more stages. But even a kept stage
+    recomputes in the backward what its tiles compute, which is most of it with short sequences.
     """
     best, at, count = _uncut(problem), problem, 1
     why: tuple[str, ...] = ()
@@ -182,7 +183,7 @@ def _tiles_of(problem: Problem) -> tuple[int, ...]:
 
 
 def _uncut(problem: Problem) -> SearchResult | None:
-    """Search with the tiles of the problem."""
+    """Search with the problem's number of tiles."""
     setting, options = problem.setting, problem.setting.options
     updates = options.plans_device_update and options.device_update is None
     return search(
@@ -194,9 +195,9 @@ def _uncut(problem: Problem) -> SearchResult | None:
 
 
 def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
-    """True if more tiles (`cut`) may save enough of the step of `best`, by the memory that they can
-    free and the time of their computes if all stages are kept: a search in tiles takes as long as
-    one without."""
+    """True if a search with more tiles (`cut`), which takes as long as the one for `best`, may pay
+    off: judged by the memory that tiles can free, and by the time of their computes with all stages
+    kept."""
     enough_s = problem.expected_s(best.choice) * (1 - _TILES_PAY)
     every = Choice(problem.stages)
     if problem.least_s(every) > enough_s:

@@ -26,7 +26,7 @@ from megacompile.plan.tiers import Drafts, Tiers, spread
 
 DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
 _BUILT = 2  # cached drafts: the one measured for memory is often simulated next
-_AT_ONCE = 3  # streamed buckets that the next forward waits for, as they are updated last
+_AT_ONCE = 3  # number of first buckets: updated last, and the next forward waits for them
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +134,7 @@ class Problem(Tiers):
         if self.resident_bytes(choice.places.resident, gradients=True) > self.budget_bytes:
             return False  # at the end of the backward
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
-        for delay in range(1, choice.state_delay):  # if states that leave sooner do not fit
+        for delay in range(1, choice.state_delay):  # does not fit if a shorter delay does not
             if self._known(replace(streamed, state_delay=delay)).get(choice.keep, 0) > buffer:
                 return False
         return self.peak_bytes(streamed) <= buffer
@@ -143,7 +143,7 @@ class Problem(Tiers):
         return replace(choice, places=self.here.without_disk, saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
-        """Device memory that is left next to new residents, which occupy theirs permanently."""
+        """Device memory that new residents, which occupy theirs permanently, leave for the rest."""
         new = choice.places.resident - self.here.resident
         return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
@@ -180,9 +180,10 @@ class Problem(Tiers):
     def _residents(self, count: int) -> Sequence[Bucket]:
         """The best `count` candidates for residents: the first in forward order.
 
-        If updates in the backward may take states from a disk, the first few, whose new parameters
-        the next forward needs at once, are followed by large buckets, because slots and buffers are
-        as large as the largest streamed one, and the rest, evenly spread.
+        If updates in the backward may take states from a disk, only the first few stay in front,
+        because the next forward needs their new parameters at once. Then come large buckets,
+        because slots and buffers are as large as the largest streamed bucket, and then the rest,
+        evenly spread.
         """
         candidates = self.candidates
         if not (self.optimizer.in_backward and self.disk_budget_bytes and candidates):
@@ -205,8 +206,8 @@ class Problem(Tiers):
         return range(len(self.candidates) + 1)
 
     def fewest_offloaded(self, choice: Choice) -> int | None:
-        """The fewest first stages with inputs on the host for which a choice fits on the device;
-        None if even all of them are not enough."""
+        """The least number of first stages with offloaded inputs for which a choice fits on the
+        device; None if even all of them are not enough."""
 
         def fits(count: int) -> bool:
             return self._fits_device(replace(choice, offload=count))

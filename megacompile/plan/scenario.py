@@ -1,7 +1,7 @@
 """A planned step on a machine: its time, its memory and its bottleneck.
 
 The bottleneck is found by simulation: each resource in turn is made a tenth faster, and the one
-that shortens the step most is the bound. A stream can be busy all the time without being it.
+that shortens the step most is the bound. A stream can be busy all the time without being the bound.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ States are faster on the host, so as few buckets as necessary have theirs on the
     in the backward  evenly spread, except for the end of the forward, so that the drive works
                      during the whole backward
 
-If that is not enough, the parameters of as few buckets as necessary follow, provided that the
-search found nothing else (`megacompile.ir.plan.first_to_disk` orders them), and then saved tensors
-that wait on the host, of the first stages, which wait the longest. Buckets that are much larger
-than most (an embedding, a head) come last, because each set of buffers must be as large as the
-largest of them. Decision 28 has figures.
+If that is not enough and the search found nothing else, the parameters of as few buckets as
+necessary follow, in the order of `megacompile.ir.plan.first_to_disk`. Then saved tensors that wait
+on the host follow, beginning with the first stages', which wait the longest. Among buckets, those
+much larger than most (an embedding, a head) are the last to go, because each set of buffers must be
+as large as the largest of them. Decision 28 has figures.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Tiers:
         return found
 
     def _usual_states(self, buckets: Sequence[Bucket]) -> float:
-        """Bytes of states up to which a bucket is not much larger than most."""
+        """The size of states above which a bucket counts as much larger than most."""
         return LARGE * statistics.median([self._of(b).states for b in buckets] or [0])
 
     def _with_fewest(self, count: int, moved: Callable[[int], Choice]) -> Choice:

@@ -1,7 +1,7 @@
 """Rewrites calls that Dynamo captures: most cannot be cut into stages as they are.
 
-`inline_checkpoints` inlines the bodies of activation checkpoints. `plan` decides what to save and
-what to recompute, for every stage alike. A model's results do not depend on its checkpoints.
+`inline_checkpoints` inlines the bodies of activation checkpoints, because `plan` decides for every
+stage what to save and what to recompute. A model's results do not depend on its checkpoints.
 
     before: x = checkpoint(body, x, weight)[0]        after: x = linear(x, weight)
 
@@ -23,14 +23,14 @@ such a float as a 0-d tensor and calls `item()` on it.
 
     before: x0 (a tensor) -> t = x0.item(); y * t        after: x0 (a number) -> y * x0
 
-`take_grouped_products` replaces products of experts by torch's own, as in an eager call of the
-model (see `megacompile.compat.kernels`).
+`take_grouped_products` replaces transformers' fallback for the experts' grouped matrix products by
+torch's own operator, which an eager call of the model uses (see `megacompile.compat.kernels`).
 
     before: transformers.grouped_mm_fallback(x, weight, offs)
     after:  megacompile.grouped_mm(x, weight, offs)
 
 `widen_losses` computes losses in float32, whatever `compute_dtype` is: a loss sums many small
-numbers. So does `torch.autocast`, on a GPU for `log_softmax` too.
+numbers. `torch.autocast` does the same and, on a GPU, includes `log_softmax`.
 
     before: loss = cross_entropy(logits, y)
     after:  loss = cross_entropy(logits.float(), y)
@@ -164,7 +164,7 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
             if node.op == "get_attr":  # a constant first used in the vmap
                 region[0].prepend(node)
         call = graph.call_module(name, tuple(inputs))
-        # in the modules of the first node that has any
+        # the call is in the modules of the first node that is in any
         call.meta = dict(next(filter(compat.module_calls, region), region[0]).meta)
         for i, node in enumerate(outputs):
             item = graph.call_function(operator.getitem, (call, i))
@@ -196,7 +196,8 @@ def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def take_grouped_products(capture: Capture, device: torch.device) -> Capture:
-    """The capture with torch's products of experts; the same capture if it has no others."""
+    """The capture with torch's grouped matrix products instead of transformers' fallback; the same
+    capture if it has no fallback."""
     if not _others(capture.module.graph, device):
         return capture
     own = capture.fresh()
@@ -242,7 +243,7 @@ def widen_losses(capture: Capture, *, compute_dtype: torch.dtype) -> Capture:
 
 
 def _is_loss(node: fx.Node, names: set[str]) -> bool:
-    """True for a function of torch without an explicit dtype."""
+    """True for a call of a loss of torch; `log_softmax` counts only without an explicit dtype."""
     method = isinstance(node.target, str)
     name = node.target if method else getattr(node.target, "__name__", "")
     if name not in names or node.op not in ("call_function", "call_method"):

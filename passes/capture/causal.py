@@ -3,9 +3,9 @@
     before: mask = (kv[None, :] <= q[:, None])        after: y = attention(..., is_causal=True)
             y = attention(..., attn_mask=mask)
 
-A captured model cannot inspect its mask, so Hugging Face models build one, of queries by keys, in
-every layer. It is known if it is computed from constants and lengths alone, by operators whose
-results have formulas.
+A captured model cannot inspect its mask, so Hugging Face models build one of queries by keys in
+every layer. A mask is known if operators whose results have formulas compute it from constants and
+lengths alone.
 
     torch.arange(n)[:, None] + 3        i2 + 3: the value at row i2 (i1 is the last dimension)
     keys <= queries                     i2 - i1 >= 0
@@ -44,7 +44,7 @@ def use_causal_attention(
 ) -> tuple[Capture, tuple[str, ...]]:
     """The capture without known attention masks, and a log line on them.
 
-    An unchanged capture is returned as the same object; with `EAGER`, which is bitwise, always.
+    The same capture if nothing changes, and always with `EAGER`, which is bitwise.
     """
     if lowering is Lowering.EAGER:
         return capture, ()
@@ -111,8 +111,8 @@ class Unknown(Exception):
 def _attention(
     node: fx.Node, mask: fx.Node, allows: Any, values: Values, planned: Mapping[Any, Any]
 ) -> tuple[bool, list[Any]] | None:
-    """(False if a mask allows everything, True if it is causal; the relations of symbols that this
-    relies on); None: neither."""
+    """(True if a mask is causal, False if it allows everything; the relations between symbols that
+    must hold for that). None if the mask is neither."""
     named, sizes = _named(node), values.meta(mask).sizes
     square = tuple(values.meta(named[name]).sizes[-2] for name in ("query", "key"))
     if not isinstance(allows, tuple) or sizes[-2:] != square:
@@ -177,7 +177,8 @@ Shapes = tuple[Shape, Shape]  # of the result, and of the first tensor
 
 
 def _fitted(value: Any, meta: TensorMeta) -> Any:
-    """A value in the dtype of its tensor. Dimensions of size 1 have no index."""
+    """A value as its tensor's dtype requires, a formula or a tuple of formulas. In a dimension of
+    size 1 the index is 0."""
     if meta.dtype not in (torch.int64, torch.bool):
         raise Unknown
     if meta.dtype is torch.int64:
@@ -195,7 +196,7 @@ def _each(value: Any, new: dict[Any, Any]) -> Any:
 
 
 def _int(value: Any) -> Any:
-    """The formula of an integer; of a bool that is the same everywhere, 0 or 1."""
+    """The formula of an integer. A bool counts as 0 or 1, if it is the same everywhere."""
     if isinstance(value, tuple):
         known = [_literal(formula) >= 0 for formula in value if not formula.free_symbols]
         if len(known) < len(value) and all(known):
@@ -255,7 +256,8 @@ def _floordiv(shapes: Shapes, left: Any, right: Any) -> Any:
 
 
 def _viewed(shapes: Shapes, x: Any, *_: Any) -> Any:
-    """A value in another shape: dimensions of size 1 come and go, or it is the same everywhere."""
+    """A value in another shape, if only dimensions of size 1 are added or removed, or if it is the
+    same everywhere."""
     new, old = (
         [(i, n) for i, n in zip(_INDEX, reversed(shape), strict=False) if n != 1]
         for shape in shapes
@@ -314,7 +316,7 @@ def _has(value: Any, index: Any) -> bool:
 
 
 def _diff(shapes: Shapes, x: Any, n: int = 1, dim: int = -1, prepend: Any = None) -> Any:
-    """The difference along a dimension, after a first value that fits."""
+    """`torch.diff` along a dimension, if the prepended value continues the formula."""
     index = _INDEX[_position(shapes, dim)]
     first = _each(x, {index: sympy.Integer(-1)})
     if n != 1 or tuple(shapes[0]) != tuple(shapes[1]) or first != _int(prepend):

@@ -5,10 +5,10 @@
             logits = logits.reshape(-1, C)                  loss = linear_cross_entropy(
             loss = cross_entropy(logits, y)                     x, weight, y, chunk_rows=...)
 
-Casts to float32, slices and reshapes of leading dimensions between the two commute with the linear
-layer, row by row, and are applied to its input. Any other use of the logits leaves the graph
-unchanged, and `reasons` states why. The new code replaces the loss and belongs to the module of the
-linear layer.
+Slices and reshapes of the leading dimensions between the linear layer and the loss are applied to
+the layer's input instead. Casts to float32 between them are dropped, because the operator sums in
+float32. Any other use of the logits leaves the graph unchanged, and the returned line states why.
+The new code replaces the loss and belongs to the module of the linear layer.
 
 Sizes may be symbols. The operator computes the number of chunks at run time. The size limit for
 chunking is a condition on the symbols: a call on the other side of the limit gets another program.
@@ -80,7 +80,7 @@ def chunk_head(
             if head is Head.AUTO:
                 if isinstance(
                     found.any_rows, sympy.Basic
-                ):  # logits stay on their side of the limit
+                ):  # the program is valid on this side of the limit
                     most = limit_bytes // found.row_bytes
                     side = sympy.Le if found.rows <= most else sympy.Gt
                     conditions.append(side(found.any_rows, most))
@@ -132,8 +132,8 @@ class _Head:
 
 
 def rows_of_a_chunk(rows: int | None, row_bytes: int, limit_bytes: int) -> int:
-    """Rows per chunk for the fewest chunks within the limit, of equal size and whole tiles if
-    possible; the most if the number of rows is None: it changes."""
+    """Rows per chunk, for the fewest chunks within the limit, of equal size and in whole tiles if
+    possible; if the number of rows changes (None), as many as the limit allows."""
     most = max(1, limit_bytes // row_bytes)
     most -= most % ALIGNED_ROWS if most > ALIGNED_ROWS else 0
     return most if rows is None else equal_chunks(rows, most)
@@ -176,7 +176,7 @@ class _Finder:
         return _Head(linear, chain, loss, given, options, rows, any_rows, classes, row_bytes)
 
     def literal(self, value: Any) -> Any:
-        """A value with nodes of known numbers replaced by the numbers."""
+        """A value in which known numbers replace the nodes that compute them."""
 
         def number(node: fx.Node) -> Any:
             if not self.values.is_known(node):
@@ -194,7 +194,7 @@ class _Finder:
     def meta(self, node: Any) -> TensorMeta:
         meta = self.values.of.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(meta, TensorMeta):
-            raise _Whole(f"{node} is no tensor")
+            raise _Whole(f"{node} is not a tensor")
         return meta
 
     def _walk(self, loss: fx.Node, source: Any) -> tuple[tuple[fx.Node, ...], fx.Node]:
@@ -230,7 +230,7 @@ class _Finder:
         return node.target in _RESHAPES | _COPIES | _CASTS and meta.dtype == before.dtype
 
     def _keeps_classes(self, node: fx.Node, dims: int) -> bool:
-        """True for an index of slices that selects all classes, the last dimension."""
+        """True for an index that keeps all classes, the last dimension."""
         if not all(map(self.values.is_known, node.all_input_nodes[1:])):
             return False
         index = self.literal(node.args[1])

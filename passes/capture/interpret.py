@@ -19,7 +19,7 @@ _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.dev
 
 @dataclass(slots=True)
 class Values:
-    """The facts that `propagate` found about each node of a captured graph."""
+    """The results of `propagate` for each node of a captured graph."""
 
     of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Values:
     def meta(self, node: fx.Node) -> TensorMeta:
         """The description of a tensor."""
         meta = self.of[node]
-        assert isinstance(meta, TensorMeta), f"{node} is no tensor"
+        assert isinstance(meta, TensorMeta), f"{node} is not a tensor"
         return meta
 
 
@@ -123,7 +123,7 @@ class Interpreter(fx.Interpreter):
             if compat.from_functional(tensor) is not old
         )
         changed, after = self.values.mutates[n], self.values.requires_grad_after
-        # a tensor from `torch.zeros` requires grad once a part of it is set to one that does
+        # a tensor from `torch.zeros` requires grad once one that does is written into a part of it
         for holder in self.env if changed else ():  # not for most nodes: avoids quadratic time
             meta = self.values.of[holder]
             shared = holder not in after and self.values.storages[holder] & changed
@@ -147,7 +147,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def number_of(value: Any) -> Any:
-    """Convert a number that changes from call to call to a `Number`; keep any other."""
+    """Convert a value that depends on symbols to a `Number`, any other to a plain number."""
     planned, expression = compat.expression_of(value)
     return Number(expression, planned) if symbols_in(expression) else planned
 

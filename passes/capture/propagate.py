@@ -2,14 +2,14 @@
 
 The captured graph runs once on fake tensors under functionalization, so nothing is computed and no
 user tensor is changed. Operations of equal layers run once and are recalled for the others: an
-operation with the same metas, constants and grad mode returns the same metas. Its result is known,
-and its tensor is created only when needed.
+operation with the same metas, constants and grad mode returns the same metas. A recalled result has
+its meta at once, and its tensor is created only when needed.
 
     before: y = linear(x, w0), z = linear(y, w1)        after: y is run, z is recalled
 
-An operation is always run if this may not hold: if it changes anything in place or reads a changed
-tensor, if its result is a data-dependent number, if it takes anything but tensors, numbers and
-plain constants, and inside transforms. Numbers are identified by their expressions: an operation on
+Some operations are always run: those that change a tensor in place or read a changed one, those
+whose result is a data-dependent number, those that take anything but tensors, numbers and plain
+constants, and all inside transforms. Numbers are identified by their expressions: an operation on
 the same expressions adds no new conditions on the symbols.
 """
 
@@ -35,12 +35,12 @@ __all__ = ["Values", "propagate"]
 
 
 def propagate(capture: Capture, *, recall: bool = True) -> Values:
-    """Run `capture` on fake tensors; with `recall`, one of equal operations. Raises
+    """Run `capture` on fake tensors; with `recall`, equal operations only once. Raises
     UnsupportedGraphError if an operator has no fake kernel, or a shape that depends on data."""
     if recall:
         try:
             return _run(Recalling(capture, Values()))
-        except Exception:  # needs the real fake tensors: the plain run raises the proper error
+        except Exception:  # run everything instead, which raises the proper error, if any
             pass
     try:
         return _run(Interpreter(capture, Values()))
@@ -161,7 +161,8 @@ class Recalling(Interpreter):
         return value
 
     def _call(self, n: fx.Node) -> tuple[Hashable, _Taken]:
-        """A key that is equal for equal operations, None if the node must be run."""
+        """A key that is equal for equal operations, or None if the node must be run; and the
+        tensors that it takes."""
         taken: _Taken = []
         if n.op not in ("call_function", "call_method") or self._mode is None:
             return None, []
@@ -176,7 +177,7 @@ class Recalling(Interpreter):
         return (*what, metas, tuple(map(storages.index, storages)), self._mode, self._epoch), taken
 
     def _other_key(self, taken: _Taken, value: Any) -> Hashable:
-        """The key of a node, a number or a tensor, which is its position in `taken`."""
+        """The key of a node, a number or a tensor; for a tensor, its position in `taken`."""
         if isinstance(value, fx.Node):
             return key_of(self.env[value], functools.partial(self._other_key, taken))
         if type(value) in _NUMBERS:

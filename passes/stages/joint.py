@@ -5,10 +5,11 @@
     BACKWARD: saved, tangents, partial gradients -> gradients
 
 AOTAutograd's min-cut partitioner (Zheng et al., "Min-cut optimal recomputation", 2022) chooses
-between saving and recomputing: the fastest split, or, with a saved_fraction below 1, a split that
-uses that share of the memory between all and none (a knapsack over cheap recomputes). Parameters,
-and views or casts of them, are never saved: the backward binds them to their current slot. Random
-numbers that the backward needs are always saved: drawn again, they would differ.
+between saving and recomputing. By default it makes the fastest split. A saved_fraction below 1 is
+its memory budget, between recomputing everything (0) and the fastest split (1): a knapsack chooses
+among cheap recomputes. Parameters, and views or casts of them, are never saved: the backward binds
+them to their current slot. Random numbers that the backward needs are always saved: drawn again,
+they would differ.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class BackwardInputs:
 
 
 def as_gradient(meta: TensorMeta) -> TensorMeta:
-    """The meta of an output's gradient: like the output, but without overlapping elements, as from
-    `expand()` and `unfold()`."""
+    """The meta of an output's gradient: the output's, but contiguous if elements of the output
+    overlap (after `expand()` or `unfold()`)."""
     return replace(meta.contiguous() if meta.overlaps_itself else meta, requires_grad=False)
 
 
@@ -69,12 +70,12 @@ def split(
 
     Args:
         joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients).
-        gradients: the primals with gradients in the joint graph's results.
+        gradients: the primals whose gradients the joint graph returns.
         saved_fraction: the share of saved tensors, from 0 (inputs and random numbers) to 1 (the
             fastest forward and backward). A stage that draws random numbers uses 1 if the
             partitioner would draw them again.
-        tiles: of its tokenwise pieces, which recompute their values instead of saving them. The
-            template has `tiles == 1` if it has no such piece.
+        tiles: the number of tiles of its tokenwise pieces, which recompute their values instead of
+            saving them. Without such a piece the template has `tiles == 1`.
     """
     planned = planned_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
@@ -239,8 +240,8 @@ def _random(module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def _forbid_saving_parameters(joint: fx.GraphModule, stage: Stage) -> None:
-    """Mark as never saved: chains of views and casts of parameters, and values computed only from
-    packed parameters, which are unpacked weights."""
+    """Mark two kinds of values as never saved: views and casts of parameters, also of one another,
+    and unpacked weights (values computed only from packed parameters)."""
     bound: set[fx.Node] = set()
     unpacked: set[fx.Node] = set()
     for node, ref in zip(joint.graph.find_nodes(op="placeholder"), stage.primals, strict=False):

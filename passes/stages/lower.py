@@ -42,11 +42,11 @@ def lower(
     to_come: CodeToCome,
     waits: bool,
 ) -> Schedule:
-    """The same schedule, with all code that its nodes run in its templates' `code`.
+    """Fill the templates' `code` with everything that the schedule runs; returns the schedule.
 
-    With Inductor, helper processes, if there are any, compile graphs too, largest first. This
-    process, which has more kernel workers than each helper, takes the largest graph, then the
-    smallest remaining ones. Without `waits`, stages run uncompiled until helper processes have
+    With Inductor, this process compiles the largest graph, because it has more kernel workers than
+    a helper process. Then it goes up from the smallest, while helpers, if there are any, come down
+    from the second-largest. Without `waits`, stages run uncompiled until helper processes have
     compiled them (`to_come`).
     """
     graphs = schedule.graphs.values()
@@ -71,7 +71,7 @@ class CodeToCome:
     """Code that helper processes compile while stages run their ATen graphs.
 
     All code of a schedule is switched at once, between a backward and the next forward: a recompute
-    must draw the same random numbers as its forward. Loading happens before, a few graphs per call.
+    must draw the same random numbers as its forward. Calls before that load it, a few graphs each.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -114,8 +114,8 @@ class CodeToCome:
         return bool(self._batches) and all(jobs is None or jobs.done() for jobs, _ in self._batches)
 
     def load(self, patience_s: float = math.inf) -> bool:
-        """Load code within a time limit; True if all is loaded. Waits for unfinished compilation. A
-        template with a graph that cannot be compiled keeps its code."""
+        """Load code within a time limit, waiting for unfinished compilation; True if all is loaded.
+        A template with a graph that cannot be compiled stays uncompiled."""
         end_s = time.monotonic() + patience_s
         for jobs, wanted in self._batches:
             while wanted:
@@ -205,8 +205,8 @@ def direct(module: fx.GraphModule) -> Function:
 def uncompiled(module: fx.GraphModule) -> Function:
     """The code that runs until Inductor's is ready; results have the strides of Inductor's code.
 
-    Kernels may return other strides than traced, so a view may be a copy, and what is read by
-    addresses (`as_strided`) gets its traced strides first.
+    Strides of kernels' results may differ from the traced ones. So views become reshapes, which may
+    copy, and a tensor gets its traced strides before `as_strided` reads its memory by address.
     """
     graph = compat.copy_graph(module.graph)
     for node in graph.nodes:
@@ -237,7 +237,7 @@ def _reads_addresses(node: fx.Node) -> bool:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """True if what `as_strided` reads is a dense result, and so begins where its memory does."""
+    """True if `as_strided` reads a dense result, which starts where its memory starts."""
     source = node.args[0]
     if not isinstance(source, fx.Node) or source.op == "placeholder":
         return False

@@ -47,12 +47,13 @@ _FLOAT = "megacompile.float"  # in a node's meta: the float that is represented 
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
 _SCATTER = torch.ops.aten.slice_scatter.default
-_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd knows less about
+_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not track as one
 
 
 def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
-    """Compute every int of a traced graph from its number inputs, in place. Otherwise it would take
-    tensors only to read their sizes. Floats keep their operations, and so their rounding."""
+    """Compute every int of a traced graph from its number inputs, in place. Otherwise the graph
+    would take some tensors only to read their sizes. Floats keep their operations, and thus their
+    rounding."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     numbers = {
@@ -97,8 +98,8 @@ def restore_floats(module: fx.GraphModule) -> None:
 
 
 def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.GraphModule:
-    """Make a backward recompute the numbers from its forward, except primals; in place. `joint` is
-    its joint graph, after `compute_ints`."""
+    """Make a backward compute the numbers that its forward would pass to it, except primals; in
+    place. `joint` is the joint graph of both, after `compute_ints`."""
     graph = backward.graph
     sources = {node.name: node for node in joint.graph.nodes}
     inputs = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
@@ -127,8 +128,8 @@ def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.Graph
 
 
 def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
-    """A graph whose values have these planned sizes in addition to their symbols. `module`, which
-    may have others, is not changed."""
+    """A copy of the graph whose values have these planned sizes next to their symbolic ones.
+    `module`, whose values may have other planned sizes, is not changed."""
     graph = compat.copy_graph(module.graph)
     memo: dict[Any, Any] = {}
     with compat.fake_mode():
@@ -168,8 +169,8 @@ def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
 
 
 def _work(graph: fx.Graph) -> list[tuple[Any, str, Any]]:
-    """(operator, arguments: planned numbers, and values by their computation; description of the
-    result) of the nodes that compute tensors."""
+    """(operator, arguments, description of the result) of each node that computes a tensor. In the
+    arguments, numbers have their planned values, and a tensor is the number of its row."""
     names: dict[fx.Node, Any] = {}
     rows: list[tuple[Any, str, Any]] = []
     for node in graph.nodes:
@@ -244,7 +245,7 @@ _COMPUTED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 def check_floats(joint: fx.GraphModule) -> None:
     """Raise `UntraceableSymbols` if a traced graph uses a float in a way that `compiled` does not
-    support: for a size, or an operator needs it in a list or as an int."""
+    support: it determines a size, or an operator needs it in a list or as an int."""
     for node in joint.graph.nodes:
         sizes = [v for v in compat.leaves(value_of(node)) if isinstance(v, torch.Tensor)]
         if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
@@ -254,9 +255,9 @@ def check_floats(joint: fx.GraphModule) -> None:
 
 
 class PowersOfTensors(TorchFunctionMode):
-    """Trace powers and `lerp` with a changing float like those with a tensor.
+    """Trace powers and `lerp` with a changing float as if it were a tensor.
 
-    Their backward reads the number, so the trace would be valid for that number only.
+    Their backward inspects a number, so a trace with the float would hold for that value only.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -299,7 +300,7 @@ def prepared(
         {}, extracted(module.graph, read)
     ).forward
     dtypes = [_WIDEST[type(value_of(n))] if _comes_as_tensor(n) else None for n in read]
-    fakes = compat.SymbolicFakes(ints)  # torch reads existing floats
+    fakes = compat.SymbolicFakes(ints)  # torch would read the floats of `traced`
     with fakes:
         values = [_in(fakes, value_of(inputs[k])) for k in kept]
         values += [
@@ -359,7 +360,8 @@ def _by_tensors(node: fx.Node) -> Any:
 
 
 def _taking_tensors(old: fx.Graph) -> tuple[fx.Graph, list[fx.Node]]:
-    """A copy of a graph with new last inputs for floats and numbers computed from them; these."""
+    """A copy of a graph that takes its floats, and numbers computed from them, as new last inputs;
+    also returns the nodes that these replace."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     read: list[fx.Node] = []

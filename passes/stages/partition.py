@@ -178,7 +178,7 @@ class _Builder:
             return env[node]
 
         def number(node: fx.Node) -> Any:
-            """A number of another segment; a float by the same operations, to round alike."""
+            """A number from another segment; a float repeats its operations, to round alike."""
             found = self.values.of[node]
             if isinstance(found, Number) and not found.expression.is_integer:
                 return graph.node_copy(node, value)
@@ -197,7 +197,7 @@ class _Builder:
                 continue
             if node.op == "call_method" and self.values.is_constant(node):
                 if not isinstance(fx.map_arg(node.args[0], value), fx.Node):
-                    continue  # `2.bit_length()`, a literal, is not valid Python
+                    continue  # FX would print `2.bit_length()`, which is not valid Python
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
             made = env[node] = graph.create_node(node.op, node.target)
             compat.set_args(made, args)  # `create_node` would search each for symbols
@@ -236,7 +236,7 @@ class _Builder:
                     ops.call(graph, ops.assign, sources[node], env[node], *counted, after=())
         recorded = [node for node in last_change if self._is_recorded(node)]
         new_values = [env[node] for node in recorded]
-        env |= {node: sources[node] for node in recorded}  # as outputs, they are the inputs
+        env |= {node: sources[node] for node in recorded}  # such an output is the input itself
         outputs: Any = fx.map_arg(self.returned, lambda n: self._result(n, env, sources))
         graph.output(((*outputs, *new_values), ()))
         return Schedule(
@@ -330,9 +330,9 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
         before: v = scale[:2]; scale.mul_(0.9); return v
         after:  0F ASSIGN, and the output is `scale`; the call recreates the view
 
-    A stage's code returns new values of mutated inputs, and views of these: the user would get
-    copies, which do not follow the input. So if an input is changed, or no gradient flows through
-    the view, the output is a view of the input's memory.
+    A stage's code returns new values of mutated inputs, and its views are views of these. The user
+    would get copies, which do not follow the input. So if an input is changed, or no gradient flows
+    through the view, the output is a view of the input's memory.
     """
     tensors = [node for node, item in capture.bound.items() if isinstance(item, TensorInput)]
     holders = {key: node for node in tensors for key in values.storages[node]}
@@ -345,7 +345,7 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
         if values.origin(node) in tensors or len(keys) != 1:
             continue
         if values.of[node].requires_grad and changed.isdisjoint(keys):
-            continue  # its gradient is part of the input's, in graph order
+            continue  # its gradient is added to the input's, in graph order
         wanted[node] = holders[next(iter(keys))]
     return dict(_laid_out(capture, values, wanted)) if wanted else {}
 
@@ -353,9 +353,9 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
 def _laid_out(
     capture: Capture, values: Values, wanted: dict[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node, tuple[fx.Node, InputView]]]:
-    """The layouts of the views in their inputs' memory. The nodes that create them run on fake
-    tensors with real in-place changes, because functionalization returns new values without gaps
-    for inputs with gaps."""
+    """The layouts of the views in their inputs' memory. The nodes that create the views run on fake
+    tensors, with real in-place changes: functionalization would replace an input whose memory has
+    gaps by a new value without gaps."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {n: graph.node_copy(n) for n in capture.bound}
 

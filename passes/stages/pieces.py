@@ -44,7 +44,7 @@ def divide(graph: fx.Graph, acts: dict[fx.Node, Act]) -> list[Members]:
     """
     while True:
         division = _Division(graph, acts)
-        # values that only whole pieces read fuse with their readers, not kept for all tokens
+        # values that only whole pieces read fuse with their readers and are not materialized
         whole = division.without_products() or list(filter(division.is_read_whole, acts))
         if not whole:
             return division.pieces()
@@ -53,7 +53,7 @@ def divide(graph: fx.Graph, acts: dict[fx.Node, Act]) -> list[Members]:
 
 
 class _Division:
-    """The phase of each node: even phases are whole, odd ones tiled."""
+    """The phase of each node: nodes of even phases run whole, those of odd phases in tiles."""
 
     def __init__(self, graph: fx.Graph, acts: dict[fx.Node, Act]) -> None:
         self.acts = acts
@@ -118,7 +118,7 @@ class _Division:
                 self.phases[one] = max(latest, self.phases[one])
 
     def _users(self, node: fx.Node, items: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        """The readers of a value, through views that are repeated in each piece."""
+        """The readers of a value, looking through views that are repeated in each piece."""
         for user in node.users:
             if user in self.free:
                 yield from self._users(user, items)
@@ -126,7 +126,8 @@ class _Division:
                 yield user
 
     def without_products(self) -> list[fx.Node]:
-        """The nodes of pieces without a matrix product. Run whole, they fuse with others."""
+        """The nodes of tiled pieces without a matrix product; if they run whole, they can fuse with
+        other nodes."""
         lonely: dict[int, list[fx.Node]] = {}
         for node, phase in self.phases.items():
             if node in self.acts:
@@ -164,7 +165,7 @@ class _Division:
         return made
 
     def _read(self, node: fx.Node, own: set[fx.Node]) -> set[fx.Node]:
-        """The values that a node reads from outside of its piece, through repeated views."""
+        """The values from outside of its piece that a node reads, through repeated views or not."""
         found: set[fx.Node] = set()
         for source in node.all_input_nodes:
             if source in self.free:

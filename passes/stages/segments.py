@@ -3,7 +3,7 @@
     embed | 0.norm 0.attn 0.add | 1.norm 1.attn 1.add | norm head loss
 
 Every node that runs in a unit's module, or else uses a unit's parameter, belongs to that unit (and
-to one call of it: a module called twice is two segments). Nodes in between join a neighbour:
+to one call of it: a module called twice is two segments). Nodes in between join a neighbor:
 preferably a non-layer, so that layers stay equal; otherwise the side with the smallest cut in live
 bytes. Then inseparable segments are merged: non-tensor values, and memory that is changed in place
 while views of it are used elsewhere, must not cross a cut.
@@ -61,7 +61,7 @@ def compute_nodes(capture: Capture, values: Values) -> list[fx.Node]:
 def cut(
     capture: Capture, nodes: Sequence[fx.Node], values: Values, units: Sequence[Unit]
 ) -> list[Segment]:
-    """The segments of these `compute_nodes`, in order; together they cover them."""
+    """The segments of these `compute_nodes`, in order; every node belongs to one."""
     if not nodes:
         return []
     owners = _owners(capture, nodes, values, units)
@@ -172,7 +172,7 @@ def _merge_inseparable(
     position = {node: p for p, node in enumerate(nodes)}
     segment_at = [i for i, s in enumerate(segments) for _ in range(s.start, s.stop)]
     spans = []  # first and last positions of nodes that belong together
-    for node in nodes:  # values that are no tensors; any stage can compute numbers
+    for node in nodes:  # values that are not tensors, except numbers: any stage can compute those
         if not (values.is_tensor(node) or values.is_known(node) or is_autocast(node)):
             last = max((position.get(user, 0) for user in node.users), default=0)
             if last > position[node]:

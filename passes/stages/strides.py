@@ -43,7 +43,7 @@ from megacompile.passes.edit import SAME_VALUES, NotComputedError, computed, wit
 
 _INDICES = ("index", "indices", "target")  # their names in ATen's schemas
 _CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # check an input's values
-_SAME_VALUES = SAME_VALUES | {"constant_pad_nd"}  # pads with a loss's ignore_index
+_SAME_VALUES = SAME_VALUES | {"constant_pad_nd"}  # models pad targets with ignore_index
 
 
 def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
@@ -229,7 +229,7 @@ class _Layout:
         return made
 
     def _with_strides(self, new: fx.Node, order: tuple[int, ...], user: fx.Node) -> fx.Node:
-        """The value, or a copy, made once, with its dimensions in this memory order."""
+        """The value with its dimensions in this memory order; a copy, made once, if necessary."""
         value = new.meta["val"]
         if value.permute(order).is_contiguous():
             return new
@@ -251,8 +251,8 @@ class _Layout:
 
 
 def _same_layout(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two values of one shape have equal strides, but for dimensions of size 1: their
-    strides mean nothing, and each operator chooses its own."""
+    """True if two values of one shape have equal strides, except in dimensions of size 1, where
+    strides mean nothing and each operator chooses its own."""
     pairs = zip(value.shape, value.stride(), other.stride(), strict=True)
     return all(size == 1 or ours == theirs for size, ours, theirs in pairs)
 

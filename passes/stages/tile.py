@@ -4,8 +4,8 @@
     after:  y, d = tiles_1(x, w1, w2)        4 tiles of 4096 tokens
 
 The resulting graph calls only pieces (`megacompile.ir.tiles`). Each piece has its own graph for its
-tile size: the same operators, with tile sizes instead of whole sizes. It runs on fake tensors, and
-a node whose result is not the tile of its whole result stays whole.
+tile size: the same operators, with tile sizes instead of whole sizes. This graph is run on fake
+tensors, and a node stays whole if its result for a tile is not a tile of its whole result.
 
 Weight gradients are products over tokens. They are accumulated in float32, tile by tile, and
 rounded once. A matrix kernel may round differently for fewer rows, so results are equal up to
@@ -37,8 +37,8 @@ _SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "z
 def tile(
     module: fx.GraphModule, tokens: Tokens, tiles: int, whole: frozenset[str]
 ) -> fx.GraphModule:
-    """An ATen graph, with numbers as sizes, cut into pieces, tiled where possible; the same graph
-    if nothing can be tiled. `whole`: names of the placeholders without tokens (parameters)."""
+    """Cut an ATen graph, whose sizes are plain numbers, into pieces, tiled where possible; the same
+    graph if nothing can be tiled. `whole`: names of placeholders without tokens (parameters)."""
     length = -(-tokens.count // max(1, min(tiles, tokens.count)))
     rest = tokens.count % length  # tokens of the last tile, if it is smaller
     lengths = (length, rest) if rest else (length,)

@@ -195,7 +195,8 @@ def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 
 
 def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """The rule of an operation along another dimension of operands of equal rank, all cut."""
+    """The rule of an operation along another dimension: operands have equal rank and are all
+    cut."""
     act, operands = _along(node, axes, tokens), node.all_input_nodes
     alike = all(_rank(operand) == _rank(node) for operand in operands)
     return act if act is not None and alike and len(act.cuts) == len(operands) else None
@@ -343,7 +344,7 @@ def is_fill(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if a node returns an alias of its input; not called for items of a tuple."""
+    """True if a node returns an alias of its input; False for items of a tuple."""
     return node.target is not operator.getitem and aten.is_view(node)
 
 
@@ -363,7 +364,7 @@ def _act(
     if rule is None or not offered or any(shape_of(n) is None for n in node.all_input_nodes):
         return None
     made = rule(node, offered, tokens.count)
-    if made is None and name in ("mm", "bmm"):  # an operand may be whole: keys of attention
+    if made is None and name in ("mm", "bmm"):  # an operand may be whole, like attention's keys
         for source in reversed(offered):
             rest = {other: axis for other, axis in offered.items() if other is not source}
             made = made or (rule(node, rest, tokens.count) if rest else None)

@@ -21,7 +21,7 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.packed import Leaf, leaves, own_leaves
 
 UNIT_LIMIT_BYTES = 4 * 2**30
-_TINY = 16  # a unit this many times smaller than its neighbour joins its bucket
+_TINY = 16  # a unit this many times smaller than its neighbor joins the neighbor's bucket
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 

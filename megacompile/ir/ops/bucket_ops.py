@@ -45,7 +45,7 @@ def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
 
 @op(Stream.COMPUTE, by_slot, gives=Value.WEIGHTS, slot=1)
 def reuse(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Use the weights that the forward left in a slot; without a backward, the last forward."""
+    """Use the weights that a forward left in a slot: a backward's own forward, or the last one."""
 
 
 @op(Stream.COMPUTE, gives=Value.WEIGHTS, lends=Part.WEIGHTS, show=Show.QUIET)
@@ -147,7 +147,8 @@ def offload_grad(
 ) -> Any:
     """Copy gradients and their norms to the bucket's gradient buffer.
 
-    An update may follow, so `after` names readers of the bucket that run after its gradients.
+    The bucket may be updated as soon as the copy is done, so `after` names a reader of its weights
+    that runs after its gradients are ready.
     """
 
 
@@ -294,7 +295,7 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     copies=tensors_of_arguments,
 )
 def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
-    """Copy new parameters to their bucket, and new states to theirs.
+    """Copy new parameters and states to their places in host memory.
 
     The gradient norms of an update in the backward are copied first.
     """

@@ -61,7 +61,7 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
 def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a new value into an input that a stage changes in place (a BatchNorm statistic).
 
-    `counted=False`: the tensor's version is not bumped, like in the original operators.
+    `counted=False`: the tensor's version is not bumped, because the original operators do not.
     """
 
 
@@ -128,7 +128,7 @@ def write_saved(stage: Stage, on_host: Any) -> Any:
 
 @op(Stream.READ, gives=Value.SAVED_ON_HOST, takes=(Takes(1, Value.SAVED_ON_DISK),))
 def read_saved(stage: Stage, on_disk: Any, *, after: tuple[Any, ...] = ()) -> Any:
-    """Read it into a host buffer once it is written, for its one fetch."""
+    """Read a saved tensor, once it is on the disk, into a host buffer for its one fetch."""
 
 
 @op(Stream.COMPUTE, gives=Value.SAVED_BUFFER, takes=(_ON_HOST,), owns=True, show=Show.QUIET)
@@ -157,7 +157,7 @@ def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
 
 @op(Stream.COMPUTE, named, drains=True)
 def drain() -> Any:
-    """Free memory that earlier graphs deferred: the compute stream waits for the copies from it.
+    """Free what earlier graphs passed to `defer_free`; the compute stream waits for its copies.
 
     It runs in a forward, half a schedule after those copies. Nothing in its graph reads that
     memory, so it names no value. Optional; without it the memory is freed later.
