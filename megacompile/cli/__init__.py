@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megacompile import __version__
 from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, NAMES
 from megacompile.errors import MegacompileError
 from megacompile.option_values import COMPUTE_DTYPES, STATE_DTYPES, Activations, parse_bytes
@@ -61,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train models that do not fit on the GPU, and inspect how.",
         epilog="See python -m megacompile COMMAND --help for each command.",
     )
-    parser.add_argument("--version", action="version", version=f"megacompile {__version__}")
+    version = importlib.import_module("megacompile").__version__
+    parser.add_argument("--version", action="version", version=f"megacompile {version}")
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True, prog=parser.prog
     )
