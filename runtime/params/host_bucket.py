@@ -291,13 +291,23 @@ class HostBucket:
         tensors = {i: buffer.tensor(place) for i, place in places.items()}
         return tensors, buffer.bytes(end), buffer
 
+    def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
+        """`numel` elements of this bucket's memory, starting at a tensor in it: (numel,)."""
+        found = self._slice(first, numel)
+        assert found is not None, "a span that leaves the memory of its bucket"
+        return found
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if a dense tensor is in this bucket's current memory."""
-        start, size = tensor.data_ptr(), tensor.nbytes
-        return any(
-            0 <= start - memory.data_ptr() <= memory.numel() - size
-            for memory in (self.flat, *self._memory, *self.states.memory())
-        )
+        return self._slice(tensor, tensor.numel()) is not None
+
+    def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
+        start, size = first.data_ptr(), numel * first.itemsize
+        for memory in (self.flat, *self._memory, *self.states.memory()):
+            offset = start - memory.data_ptr()
+            if 0 <= offset and offset + size <= memory.numel():
+                return memory[offset : offset + size].view(first.dtype)
+        return None
 
 
 class _Owned:

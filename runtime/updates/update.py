@@ -191,7 +191,7 @@ class BucketUpdate:
     steps: list[ParamUpdate] = field(default_factory=list)  # of the parameters; none if `together`
     together: Callable[[Sequence[BucketUpdate]], None] | None = None  # updates several buckets
     runs: list[Update] = field(default_factory=list)
-    """Flat updates of parameters; set by `prepare`, until the update runs."""
+    """Flat updates, each of one or several parameters; set by `prepare`, until the update runs."""
     foreign: bool = False  # True if a gradient is not in the bucket; set by `prepare`
     on_device: bool = False  # True if the device may update the host memory
     states: list[torch.Tensor] = field(default_factory=list)  # the user-visible states
@@ -256,15 +256,11 @@ class BucketUpdate:
                 bucket.streamed[step.index].copy_(bucket.values[step.index])
 
     def prepare(self, done: dict[object, bool]) -> None:
-        """Make the runs and find their code, in the thread that calls `optimizer.step()`. Until
-        code is compiled, the eager twin runs. `done` caches which kinds of updates have code in
-        this step, so that it does not change within the step."""
-        bucket = self.bucket
+        """Find the runs and their code, in the thread that calls `optimizer.step()`. Until code is
+        compiled, the eager twin runs. `done` caches which kinds of updates have code in this step,
+        so that it does not change within the step."""
         if self.place is UpdatePlace.HOST and self.backend.by_rule:
-            steps = [step for step in self.steps if step.grad.numel()]
-            self.runs = [update_of(bucket, step, step.grad, flat) for step in steps]
-            grads = [s.grad for s in steps if s.grad is not bucket.grads.get(s.index)]
-            self.foreign = not all(map(bucket.holds, grads))
+            self.runs = self._runs()
         for update in self.runs if self.backend is UpdateBackend.COMPILED else ():
             if _has_code(update):
                 code = compiled(self.rule, update)
@@ -306,6 +302,28 @@ class BucketUpdate:
         updates = [update_of(self.bucket, step, step.grad, _dense) for step in self.steps]
         return [update for update in updates if update.param.numel()]
 
+    def _runs(self) -> list[Update]:
+        """The updates. Adjacent ones with equal hyperparameters are merged, because a call costs
+        more than the update of a small parameter."""
+        bucket, last = self.bucket, -2
+        runs: list[tuple[Update, int]] = []  # the first of merged updates, and their elements
+        for step in self.steps:
+            update, i = update_of(bucket, step, step.grad, flat), step.index
+            numel = update.param.numel()
+            ours = not numel or step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
+            self.foreign = self.foreign or not ours
+            adjacent = runs and ours and i == last + 1  # every parameter between has a gradient
+            last = i if ours else -2
+            if reach := _reach(*runs[-1], update) if adjacent else 0:
+                runs[-1] = (runs[-1][0], reach)
+            elif numel:
+                runs.append((update, numel))
+
+        def spanned(update: Update, numel: int) -> Update:
+            return update.map(lambda _, tensor: bucket.span(tensor, numel))
+
+        return [u if u.param.numel() == n else spanned(u, n) for u, n in runs]
+
 
 def update_residents(updates: Sequence[BucketUpdate]) -> None:
     """Update the resident buckets of one step with one kernel launch per signature, because a
@@ -320,6 +338,32 @@ def update_residents(updates: Sequence[BucketUpdate]) -> None:
 def _has_code(update: Update) -> bool:
     """False for a single element, which would need separate code."""
     return update.param.numel() > 1
+
+
+def _reach(first: Update, numel: int, second: Update) -> int:
+    """The number of elements from the start of `first` to the end of `second`, if one call can
+    update both; 0 if not. `first` already has `numel` elements, with those of updates merged
+    before. The padding in between is updated too, and nothing reads it."""
+    elements = (second.param.data_ptr() - first.param.data_ptr()) // first.param.itemsize
+    if (
+        tuple(first.hyper) != tuple(second.hyper)
+        or first.seed is not None
+        or elements < numel
+        or not second.param.numel()
+    ):
+        return 0
+    pairs = zip(
+        (first.param, first.grad, first.copy, *first.states),
+        (second.param, second.grad, second.copy, *second.states),
+        strict=True,
+    )
+    for a, b in pairs:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.dtype != b.dtype or b.data_ptr() - a.data_ptr() != elements * a.itemsize:
+                return 0
+        elif a is not b:  # one of them is None, or 8-bit: blocks do not line up
+            return 0
+    return elements + second.param.numel()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
