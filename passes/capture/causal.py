@@ -152,7 +152,7 @@ def _known(graph: fx.Graph, values: Values) -> dict[fx.Node, Any]:
             found[node] = Unknown
             if _name(node) and values.is_tensor(node) and not values.storages[node] & changed:
                 # an unknown form of the call
-                with suppress(Unknown, KeyError, TypeError, IndexError, ValueError):
+                with suppress(Unknown, LookupError, TypeError, ValueError, ArithmeticError):
                     found[node] = _made(node, found, values)
     return found
 

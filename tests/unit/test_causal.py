@@ -192,6 +192,13 @@ def test_what_is_left_as_it_is() -> None:
     assert told(fixed(CAUSAL["<="], keys=LENGTH - 2))[0] == [(True, False)]
     assert told(of_any_length(CAUSAL["<="], fewer=2))[0] == [(True, False)]
 
+    def with_another_number(x: Any) -> Any:
+        mask = torch.arange(LENGTH)[None] <= torch.arange(LENGTH)[:, None]
+        number = torch.ones((), dtype=torch.long).cumsum(0)  # has no dimension
+        return F.scaled_dot_product_attention(x, x, x, mask) * number
+
+    assert told(capturing.traced(with_another_number, X))[0] == [(False, True)]
+
     def fewer_queries(x: Any) -> Any:
         mask = torch.arange(LENGTH)[None] <= torch.arange(LENGTH - 2)[:, None]
         return F.scaled_dot_product_attention(x[..., : LENGTH - 2, :], x, x, mask)
