@@ -197,14 +197,12 @@ def dense(tensor: torch.Tensor, like: Sequence[int], shape: Sequence[int]) -> to
     """The tensor, or a dense copy of it, with the memory order that strides `like` give a tensor of
     this shape."""
     order = sorted(range(tensor.dim()), key=lambda d: (like[d], shape[d]), reverse=True)
-    expected = 1
-    for d in reversed(order):
-        if tensor.shape[d] != 1 and tensor.stride(d) != expected:
-            return (
-                tensor.permute(order).contiguous().permute([*map(order.index, range(len(order)))])
-            )
-        expected *= tensor.shape[d]
-    return tensor
+    strides = compat.dense_strides(tensor.shape, reversed(order))
+    if tensor.stride() == strides:
+        return tensor
+    if all(tensor.shape[d] == 1 or tensor.stride(d) == strides[d] for d in order):
+        return tensor.as_strided(tensor.shape, strides)  # convolutions read them for size 1 too
+    return tensor.permute(order).contiguous().permute([*map(order.index, range(len(order)))])
 
 
 Meta = TensorMeta | Number  # describes a stage input

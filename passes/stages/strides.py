@@ -181,7 +181,7 @@ class _Layout:
     def made(self) -> fx.GraphModule:
         for node in self.joint.graph.nodes:
             if node.op == "output":
-                results = fx.map_arg(node.args[0], functools.partial(self._as_it_was, user=node))
+                results = fx.map_arg(node.args[0], functools.partial(self._result, user=node))
                 self.graph.output(results).meta.update(node.meta)
             elif node.op == "call_function":
                 self.env[node] = self._called(node)
@@ -216,14 +216,27 @@ class _Layout:
             raise _LayoutIsFixed from error
         self.other.add(new)
 
+    def _result(self, source: fx.Node, user: fx.Node) -> fx.Node:
+        """A value with its original strides in dimensions of size 1 too: they select the layout of
+        the next stage's convolutions."""
+        made, old = self._as_it_was(source, user), source.meta.get("val")
+        if not isinstance(old, torch.Tensor) or made.meta["val"].stride() == old.stride():
+            return made
+        order = _order(old)
+        made = self._call(user, aten.permute.default, made, order)
+        for shape in ((old.numel(),), made.meta["val"].shape):
+            made = self._call(user, aten.view.default, made, list(shape))
+        made = self._call(user, aten.permute.default, made, _inverse(order))
+        if made.meta["val"].stride() != old.stride():
+            raise _LayoutIsFixed
+        return made
+
     def _as_it_was(self, source: fx.Node, user: fx.Node) -> fx.Node:
-        """A value with its original strides."""
+        """A value with its original strides, except in dimensions of size 1."""
         new, old = self.env[source], source.meta.get("val")
         if not isinstance(old, torch.Tensor) or _same_layout(new.meta["val"], old):
             return new
-        strides = [*map(int, old.stride())]
-        order = tuple(sorted(range(old.ndim), key=lambda d: (-strides[d], d)))
-        made = self._with_strides(new, order, user)
+        made = self._with_strides(new, _order(old), user)
         if not _same_layout(made.meta["val"], old):  # it had gaps or overlapping elements
             raise _LayoutIsFixed
         return made
@@ -234,10 +247,9 @@ class _Layout:
         if value.permute(order).is_contiguous():
             return new
         if (new, order) not in self.copies:
-            back = tuple(order.index(d) for d in range(len(order)))
             made = self._call(user, aten.permute.default, new, order)
             made = self._call(user, aten.clone.default, made, memory_format=torch.contiguous_format)
-            self.copies[new, order] = self._call(user, aten.permute.default, made, back)
+            self.copies[new, order] = self._call(user, aten.permute.default, made, _inverse(order))
         return self.copies[new, order]
 
     def _call(
@@ -248,6 +260,16 @@ class _Layout:
         made.meta.update({key: value for key, value in user.meta.items() if key != "val"})
         self._follow(made)
         return made
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a value, the outermost in memory first."""
+    strides = [*map(int, value.stride())]
+    return tuple(sorted(range(value.ndim), key=lambda d: (-strides[d], d)))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(order.index, range(len(order))))
 
 
 def _same_layout(value: torch.Tensor, other: torch.Tensor) -> bool:

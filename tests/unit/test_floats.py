@@ -23,6 +23,8 @@ from torch import Tensor, fx, nn
 from megacompile import compat
 from megacompile.ir.capture import constant_key, function_key
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.stages.lower import with_strides
 from megacompile.passes.stages.numbers import check_floats, compiled
 from megacompile.passes.stages.strides import lay_channels_last
 from tests.actions import parse
@@ -208,9 +210,9 @@ def laid_out(module: fx.GraphModule) -> list[bool]:
 
 
 def results(module: fx.GraphModule) -> list[Any]:
-    """The shapes of a graph's results, and the strides of dimensions that have any."""
+    """The shapes and strides of a graph's results."""
     values = [n.meta["val"] for n in module.graph.output_node().all_input_nodes]
-    return [(value.shape, value.squeeze().stride()) for value in values]
+    return [(value.shape, value.stride()) for value in values]
 
 
 @pytest.mark.parametrize("name", ["plain", "flat", "sorted_rows", "transposed"])
@@ -224,6 +226,14 @@ def test_results_are_as_they_were(name: str) -> None:
         given = [*model.parameters(), x, torch.ones_like(model(x))]
         for old, new in zip(joint(*given), laid(*given), strict=True):
             torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+
+
+def test_code_returns_traced_strides_of_size_1_too() -> None:
+    """The next stage's convolutions choose their layout by them."""
+    wanted = torch.zeros(4, 8, 1, 1)
+    made = torch.empty_strided(wanted.shape, (8, 1, 8, 8))
+    (result,) = with_strides(lambda: [made], [TensorMeta.of(wanted)])()
+    assert result.stride() == wanted.stride() and result.data_ptr() == made.data_ptr()
 
 
 def test_between_convolutions_nothing_is_copied() -> None:
