@@ -230,17 +230,17 @@ def _hand_graphs_on() -> None:
     """Makes `aot_autograd` pass the graphs of `compile_inductor` on, in its thread only, with fake
     values in the inputs' mode."""
 
-    def aot_autograd(stock: Any, *, inference_compiler: Callable[..., Any], **named: Any) -> Any:
+    def aot_autograd(stock: Any, **named: Any) -> Any:
         handed_on = _HANDED_ON.get()
-        if handed_on is None:
-            return stock(inference_compiler=inference_compiler, **named)
+        if handed_on is None:  # also other backends' calls
+            return stock(**named)
 
         def compile_it(module: fx.GraphModule, inputs: Tensors) -> Any:
             handed_on.append(module)
             module.graph.eliminate_dead_code()
             with torch.no_grad():
                 compile_fx.fake_tensor_prop(module, inputs, force_allow_non_fake_inputs=True)
-                return inference_compiler(module, inputs)
+                return named["inference_compiler"](module, inputs)
 
         return compile_it
 

@@ -91,6 +91,17 @@ def test_what_reads_random_numbers_runs_behind_their_draw() -> None:
 
 
 @needs_compiler
+def test_other_backends_still_use_aot_autograd() -> None:
+    x = torch.rand(4)
+    with compat.fake_mode() as mode:
+        fakes = [mode.from_tensor(x)]
+    module = make_fx(lambda x: (x.sin(),), tracing_mode="fake")(x)
+    torch.testing.assert_close(compat.compile_inductor(module, fakes)(x)[0], x.sin())
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=lambda graph, _: graph)
+    assert torch.equal(torch.compile(torch.sin, backend=backend)(x), x.sin())
+
+
+@needs_compiler
 def test_the_backward_of_attention_gets_the_bias_as_it_was_traced() -> None:
     """On CUDA its kernel refuses rows that begin at other elements than multiples of 4."""
     operator = aten._scaled_dot_product_efficient_attention_backward.default
