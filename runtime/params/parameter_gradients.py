@@ -42,10 +42,10 @@ class Accumulators:
     """The AccumulateGrad nodes of some parameters, queried together because every step queries
     each; `Gradients` keeps them until the buckets change."""
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], nodes: Sequence[Any] = ()) -> None:
         self.params = params
         self.ids = frozenset(map(id, params))
-        self.nodes: list[Any] = list(map(compat.accumulator_of, params))
+        self.nodes: list[Any] = list(nodes or map(compat.accumulator_of, params))
         # before and after each node, in turns; the dicts are live
         self.hooks = [hooks for node in self.nodes for hooks in compat.hooks_of(node)]
 
@@ -82,15 +82,17 @@ class Gradients:
         self.ranks = ranks
         self.buckets: dict[int, HostBucket] = {}
         self.places: dict[int, ParamId] = {}  # id(parameter) -> place
-        # the nodes of each graph's parameters, and of single ones
+        # the nodes of each graph's parameters, and of single ones: the same for a parameter, so
+        # that any graph finds a new one
         self._ends: dict[tuple[ParamId, ...], Accumulators] = {}
+        self._nodes: dict[ParamId, Any] = {}
         # running backwards, by autograd's number; of several, any may accumulate first
         self.passes: dict[int, BackwardPass] = {}
         self._followed = False  # True if a parameter got a new AccumulateGrad node
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         self.buckets = dict(buckets)
-        self._ends.clear()  # a parameter that moved to another device has a new node
+        self._forget_nodes()  # a parameter that moved to another device has a new one
         self._followed = False
         self.places = {
             id(param): (key, i)
@@ -108,15 +110,21 @@ class Gradients:
     def ends(self, places: tuple[ParamId, ...]) -> Accumulators:
         found = self._ends.get(places)
         if found is None:
-            found = self._ends[places] = Accumulators(list(map(self.param, places)))
+            params = list(map(self.param, places))
+            nodes = list(map(self._nodes.setdefault, places, map(compat.accumulator_of, params)))
+            found = self._ends[places] = Accumulators(params, nodes)
         return found
+
+    def _forget_nodes(self) -> None:
+        self._ends.clear()
+        self._nodes.clear()
 
     def follow(self, places: tuple[ParamId, ...], nodes: Sequence[object]) -> bool:
         """Record the AccumulateGrad nodes of parameters; True if any is new, because the data
         temporarily had another dtype or was replaced in place (`p.set_()`)."""
         if all(map(operator.is_, self.ends(places).nodes, nodes)):
             return False
-        self._ends.clear()
+        self._forget_nodes()
         self._followed = True
         return True
 

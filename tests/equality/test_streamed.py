@@ -186,6 +186,33 @@ def test_gradients_arrive_at_new_nodes(how: str) -> None:
         assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
+def test_a_new_graph_finds_the_new_node_of_a_parameter() -> None:
+    """Another graph had asked for the node of this one parameter, which has a hook."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor, left: bool) -> Tensor:
+            branch = self.left if left else self.right
+            return branch(self.shared(x)).sum()
+
+    x = torch.ones(2, WIDTH)
+    both = twins(Branches())
+    for model in both:
+        param = model.shared.weight
+        param.register_hook(lambda gradient: gradient * 2)
+        for _ in range(2):
+            model(x, True).backward()
+        before = param.data
+        param.data = before.double()
+        param.data = before
+        model(x, False).backward()
+    want, got = ([p.grad for p in model.parameters()] for model in both)
+    assert all(map(equal, want, got))
+
+
 def loads_and_assigns(model: Any) -> Any:
     state = {name: value.double() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
