@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,4 +20,6 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
         return function(stock, *args, **kwargs)
 
     ours.of_megacompile = True  # type: ignore[attr-defined]
-    setattr(owner, name, ours)
+    # `self.name(...)` must not pass itself
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(ours) if static else ours)

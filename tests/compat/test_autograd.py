@@ -20,11 +20,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megacompile import compat
+from megacompile.compat import patches
 from tests.processes import group_of_one
 
 
 def leaf(size: int = 3) -> Tensor:
     return torch.ones(size, requires_grad=True)
+
+
+def test_a_replaced_static_method_stays_one() -> None:
+    """A subclass of an optimizer may call it with `self.`."""
+
+    class Owner:
+        @staticmethod
+        def double(x: int) -> int:
+            return 2 * x
+
+    patches.replace(Owner, "double", lambda stock, x: stock(x) + 1)
+    assert (Owner.double(3), Owner().double(3)) == (7, 7)
 
 
 def test_saved_tensors_hooks_are_off_and_come_back() -> None:
