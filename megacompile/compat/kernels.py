@@ -15,6 +15,7 @@ runs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ _aten = torch.ops.aten
 
 def _define_composites(wanted: Callable[[], bool]) -> None:
     """Register the composite kernels; they call `wanted` at each call, in its thread."""
-    _put(_aten.matmul.default, matmul, wanted)  # up to torch 2.12 the C++ reads the sizes
+    _put(_aten.matmul.default, _matmul, wanted)  # up to torch 2.12 the C++ reads the sizes
     for name in _upsampling():
         if name.endswith(".vec"):
             packet = getattr(_aten, name.removesuffix(".vec"))
@@ -60,6 +61,22 @@ def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) 
 
     name = operator.name().removeprefix("aten::")
     _ATEN_KERNELS.impl(name, run, _KEY.name, with_keyset=True)
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    """torch's decomposition, but folded like the C++ (LinearAlgebra.cpp: `should_fold`): where
+    batches are contiguous, though a row may have gaps, and a vector's matrices transposed."""
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0] and b.shape[0] == 1:
+        b = b.squeeze(0)
+    vector = a.dim() == 1 and b.dim() > 2
+    many, one = (b.mT, a) if vector else (a, b)
+    if many.dim() <= 2 or one.dim() > 2 or one.requires_grad:
+        return matmul(a, b)
+    strides, sizes = many.stride(), many.shape
+    if all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(many.dim() - 2)):
+        product = matmul(many.reshape(math.prod(sizes[:-1]), sizes[-1]), one)
+        return _aten._unsafe_view.default(product, [*sizes[:-1], *one.shape[1:]])
+    return matmul(a.unsqueeze(0), b).squeeze(-2) if vector else matmul(a, b)
 
 
 def _upsample(operator: Any) -> Callable[..., Any]:
