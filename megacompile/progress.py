@@ -87,9 +87,14 @@ def line(what: str, show: bool | None) -> Iterator[None]:
         timer.cancel()
         now("")
         _lines.remove(mine)
+        outer = _line()
         for each, time_s in mine.took_s.items():
-            log.took(each, time_s)
-        if outer := _line():
+            if outer is None:
+                log.took(each, time_s)
+            else:  # one figure for each kind of work, and no time counts twice
+                outer.took_s[each] += time_s
+                outer.since_s += time_s
+        if outer is not None:
             outer.show()
 
 
