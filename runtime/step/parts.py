@@ -84,7 +84,7 @@ class StepParts:
             if key not in options:
                 options[key] = _options(each.group)
             step.group, has_tensors = options[key]
-            if has_tensors and backend is UpdateBackend.STOCK:
+            if has_tensors:
                 update.aliased = True  # see the float64 comment in for_update
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, UpdateOffer)

@@ -13,16 +13,18 @@ import contextlib
 import copy
 import gc
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
-from megacompile import megacompile
+from megacompile import megacompile, updates
 from megacompile.errors import AnomalyError, OptimizerError, OptionError
+from megacompile.runtime.updates import update
 from tests import inside, zoo
 from tests.interrupts import Countdown
 from tests.training import groups, take_steps
@@ -302,3 +304,27 @@ def test_refused_before_anything_changes(way: str) -> None:
         take_steps(model, optimizer, 2, start=2)
         found = snapshot(model, optimizer)
         assert all(zoo.equal(a, b) for a, b in zip(wanted, found, strict=True)), kind
+
+
+def test_an_lr_that_is_a_tensor_may_change_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where threads run torch.optim's own step on copies: it waits for them."""
+    stock = update.run_stock
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.1)
+        stock(*args)
+
+    monkeypatch.setattr(update, "run_stock", slow)
+    plain, model = zoo.twins(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
+    for each in (plain, model):
+        lr = torch.tensor(0.02)
+        optimizer = Muon(each.parameters(), lr=lr)
+        for i in range(3):
+            if each is model and i:
+                monkeypatch.setattr(inside.streamed(model).updates.parts, "cuda", True)
+            optimizer.zero_grad()
+            each(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            lr.fill_(0.1 * i)
+    assert_same(plain, model)
+    assert {*updates(model).values()} == {"torch.optim on the device"}
