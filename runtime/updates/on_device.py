@@ -6,7 +6,8 @@ Meanwhile the device updates the first buckets, from gradients on the device and
 during the backward. The next forward reads the new parameters there.
 
 These tensors are valid only while the host's copies are unchanged. Parameters and states are
-guarded (see `guards`), and the first access to one makes the step fall back to the host.
+guarded (see `guards`), and the first access to one makes the step fall back to the host. So does a
+change in place that passes the guards, such as C++ code's, which `fits` detects.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background, Completion
 from megacompile.runtime.device.streams import Handle, Streams
@@ -194,12 +196,15 @@ class UpdateOffer:
     sources: Sources  # the states on the host
     visible: Sequence[torch.Tensor]  # the user-visible states
     host: HostBucket
+    versions: tuple[int, ...]  # of the parameters and states
 
     def fits(self, steps: Sequence[ParamUpdate]) -> bool:
-        """True if the step's updates match the offer exactly. A change of a parameter or state
-        since the backward has withdrawn it."""
-        return {step.index for step in steps} == self.buffers.value.keys() and all(
-            s.intact and _ids(s.in_order()) == _ids(self.sources[s.index]) for s in steps
+        """True if the step's updates match the offer exactly, and nothing has changed since the
+        backward."""
+        return (
+            {step.index for step in steps} == self.buffers.value.keys()
+            and all(s.intact and _ids(s.in_order()) == _ids(self.sources[s.index]) for s in steps)
+            and self.versions == _versions(self.host, self.buffers.value, self.visible)
         )
 
     def drop(self) -> None:
@@ -287,7 +292,8 @@ class DeviceUpdates:
         sources, visible = learned.sources, learned.visible
         if any(map(host.aliased, buffers.value)) or any_shared(visible):
             return False  # aliases may bypass the guards
-        left = UpdateOffer(self.streams, gradients, buffers, sources, visible, host)
+        versions = _versions(host, buffers.value, visible)
+        left = UpdateOffer(self.streams, gradients, buffers, sources, visible, host, versions)
         host.pending.offer(left, list(buffers.value), visible)
         return True
 
@@ -341,6 +347,12 @@ def _copy_in_chunks(pairs: Pairs, queue: torch.cuda.Stream, after: torch.cuda.Ev
                     under_way.popleft().synchronize()
         for event in under_way:
             event.synchronize()
+
+
+def _versions(
+    host: HostBucket, params: Iterable[int], states: Iterable[torch.Tensor]
+) -> tuple[int, ...]:
+    return tuple(map(compat.version, [*(host.params[i] for i in params), *states]))
 
 
 def _ids(states: Iterable[object]) -> list[int]:

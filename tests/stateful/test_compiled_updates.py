@@ -334,3 +334,20 @@ def test_updates_in_the_background_are_out_of_the_compilers_hands(
         inside.wait_for_updates(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert_close(plain, model, 1e-5)
+
+
+def test_a_change_past_the_guards_reaches_the_update_on_the_device() -> None:
+    """As C++ makes it, which calls no `__torch_function__`."""
+    torch.manual_seed(0)
+    options = {"lowering": "inductor", "progress": False, "resident": 0, "device_update": 1.0}
+    both = twins(Product(), **options)
+    for model in both:
+        optimizer = adamw(model)
+        for i in range(4):
+            optimizer.zero_grad()
+            backward(model, i)
+            if i > 1:
+                with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                    model.layers[0].a.mul_(0.5)
+            optimizer.step()
+    assert_close(*both, 1e-5)
