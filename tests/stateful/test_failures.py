@@ -317,7 +317,7 @@ def test_an_lr_that_is_a_tensor_may_change_after_the_step(monkeypatch: pytest.Mo
     monkeypatch.setattr(update, "run_stock", slow)
     plain, model = zoo.twins(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
     for each in (plain, model):
-        lr = torch.tensor(0.02)
+        lr: Any = torch.tensor(0.02)  # Muon takes it, its types do not
         optimizer = Muon(each.parameters(), lr=lr)
         for i in range(3):
             if each is model and i:
