@@ -24,7 +24,6 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from megacompile import megacompile, updates
 from megacompile.errors import AnomalyError, OptimizerError, OptionError
-from megacompile.runtime.updates import update
 from tests import inside, zoo
 from tests.interrupts import Countdown
 from tests.training import groups, take_steps
@@ -308,13 +307,13 @@ def test_refused_before_anything_changes(way: str) -> None:
 
 def test_an_lr_that_is_a_tensor_may_change_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where threads run torch.optim's own step on copies: it waits for them."""
-    stock = update.run_stock
+    power = torch.optim._muon._zeropower_via_newtonschulz
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Tensor:
         time.sleep(0.1)
-        stock(*args)
+        return power(*args)
 
-    monkeypatch.setattr(update, "run_stock", slow)
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", slow)
     plain, model = zoo.twins(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
     for each in (plain, model):
         lr: Any = torch.tensor(0.02)  # Muon takes it, its types do not
