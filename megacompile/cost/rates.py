@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import mmap
 import os
 import platform
@@ -11,14 +12,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from megacompile import compat, notices, numa
-from megacompile.cost.hardware import GPUS, H200, NAMES, Hardware
+from megacompile.cost.hardware import GPUS, H200, NAMES, Hardware, least
 from megacompile.errors import OptionError
 from megacompile.host_memory import pinned_empty, total_bytes
 from megacompile.progress import phase
@@ -304,11 +305,20 @@ def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
 
 
 def _kept(path: Path | None, kind: type[_Rates]) -> _Rates | None:
-    """The rates in a file; None if it is absent or of another format."""
+    """The rates in a file; None if it is absent, of another format or has impossible figures."""
     try:
-        return None if path is None else kind(**json.loads(path.read_text()))
+        if path is None or not path.is_file():  # opening a FIFO would block
+            return None
+        found = kind(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    for field in fields(kind):
+        value = getattr(found, field.name)
+        valid = type(value) in (int, float) and least(field.name) <= value < math.inf
+        valid = isinstance(value, str) if field.name == "name" else valid or value == field.default
+        if not valid:
+            return None
+    return found
 
 
 def _keep(path: Path | None, rates: Hardware | DiskRates) -> None:

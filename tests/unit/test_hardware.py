@@ -81,6 +81,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 WRONG = ["{", '{"name": "old"}', '{"unknown": 1}', "[1]"]
+FIGURES = [0, -1.0, math.nan, math.inf, "fast", None, True, [1.0]]
 
 
 def test_what_was_measured_is_not_measured_again(
@@ -97,9 +98,12 @@ def test_what_was_measured_is_not_measured_again(
         with monkeypatch.context() as other:
             other.setattr(torch, name, value)
             assert rates.cached(CPU) is None
-    for text in WRONG:
+    for text in (*WRONG, *(json.dumps({**asdict(H200), "h2d_gb_s": value}) for value in FIGURES)):
         cache.write_text(text)
         assert rates.cached(CPU) is None, text
+    cache.unlink()
+    os.mkfifo(cache)
+    assert rates.cached(CPU) is None, "nor is a FIFO waited for"
 
 
 def test_the_disk_of_a_folder(
@@ -116,7 +120,7 @@ def test_the_disk_of_a_folder(
     found = json.loads(capsys.readouterr().out)
     assert {name: found[name] for name in names} == measured
     assert main(command) == 0 and "disk_read" not in capsys.readouterr().out
-    for text in ("{", '{"disk_read_gb_s": 1.0}'):
+    for text in ("{", '{"disk_read_gb_s": 1.0}', path.read_text().replace("1.0", "-1.0")):
         path.write_text(text)
         assert rates.disk_on_file(tmp_path) is None
     for wrong in (["--disk", str(tmp_path / "absent")], ["--device", "cuda:99"]):
