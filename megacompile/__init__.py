@@ -26,7 +26,7 @@ from megacompile.errors import (
 
 if TYPE_CHECKING:
     from megacompile.api import Checkpoint, accumulate, megacompile, save
-    from megacompile.inspection import Trace, explain, schedules, trace, updates
+    from megacompile.inspection import Metrics, Trace, explain, metrics, schedules, trace, updates
     from megacompile.ir.schedule import Schedule
     from megacompile.lifetime import eager, full_parameters, released, restoring, unmegacompile
     from megacompile.options import Activations, Head, Lowering, Options
@@ -47,6 +47,7 @@ __all__ = [
     "HostMemoryError",
     "Lowering",
     "MegacompileError",
+    "Metrics",
     "MissingExtraError",
     "ModelError",
     "OptimizerError",
@@ -63,6 +64,7 @@ __all__ = [
     "explain",
     "full_parameters",
     "megacompile",
+    "metrics",
     "released",
     "restoring",
     "save",

@@ -1,12 +1,15 @@
-"""The public functions `schedules()`, `updates()`, `trace()` and `explain()`."""
+"""The public functions `schedules()`, `updates()`, `trace()`, `metrics()` and `explain()`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 from megacompile.cost.hardware import Hardware
+from megacompile.cost.ops import active_parameters
+from megacompile.cost.rates import cached
 from megacompile.errors import ModelError
 from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
@@ -16,7 +19,10 @@ from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
 from megacompile.plan.pipeline import Planned
 from megacompile.plan.scenario import Scenario
+from megacompile.runtime.device.replay import captured
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
+from megacompile.views.metrics import Meter
+from megacompile.views.metrics import Metrics as Metrics
 from megacompile.views.recorder import Trace as Trace
 from megacompile.views.recorder import Traced
 
@@ -69,6 +75,13 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
     """
     if not models:
         raise ModelError("trace(): got no model; needed at least one")
+    made = _trace(models, hardware)
+    for model in models:
+        _TRACES[streamed_model(model, "trace")] = ref(made)
+    return made
+
+
+def _trace(models: Sequence[nn.Module], hardware: Hardware | None = None) -> Trace:
     names: dict[str, int] = {}
     traced = []
     for model in dict.fromkeys(models):
@@ -79,10 +92,91 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
             name += f" {names[name]}"
         cost = streamed.buckets.setting.cost()
         traced.append(Traced(name, streamed.machine, cost))
-    made = Trace(traced, hardware)
-    for model in models:
-        _TRACES[streamed_model(model, "trace")] = ref(made)
-    return made
+    return Trace(traced, hardware)
+
+
+def metrics(model: nn.Module) -> Metrics:
+    """Measure a model's training while it runs: rates, waits and memory of the last steps.
+
+    The first call starts the measurement and returns no rates yet. From then on, each call of the
+    model and each `optimizer.step()` is counted on the host, without waiting for the device. Times
+    and rates are means of the last 20 steps in which only training ran: steps with an evaluation
+    or with new code are left out. Three of 50 steps are traced, as by `trace()`, for `waits`,
+    except while a model that fits runs from CUDA graphs.
+
+    `tflop_s` counts 6 FLOPs per parameter and token (Kaplan et al., 2020, arXiv 2001.08361), 4 of
+    a frozen one, and none of recomputation or of experts that a token does not choose; `mfu` is
+    its share of the device's measured rate (Chowdhery et al., 2022, arXiv 2204.02311).
+
+    Args:
+        model: megacompiled.
+
+    Returns:
+        Seconds, rates per second, and bytes of this rank: an object to `print()`. `to_dict()` is
+        for a logger or a progress bar.
+
+    Raises:
+        ModelError: the model is not megacompiled.
+
+    Example::
+
+        for step, batch in enumerate(batches):
+            train_step(model, optimizer, batch)
+            if step % 10 == 0:
+                print(megacompile.metrics(model))
+    """
+    streamed = streamed_model(model, "metrics")
+    machine, setting = streamed.machine, streamed.buckets.setting
+    if machine.meter is None:
+        machine.meter = _meter(model, streamed)
+    meter, steps = machine.meter, list(machine.meter.steps)
+    total_s = sum(step.time_s for step in steps) or None
+    tokens, samples = sum(step.tokens for step in steps), sum(step.samples for step in steps)
+    tokens_s = tokens / total_s if total_s and tokens else None
+    tflop_s = predicted_s = rates = None
+    if made := [each for each in _newest(streamed)[1] if each.backward is not None]:
+        on_gpu = machine.device.type == "cuda"
+        rates = setting.rates() if on_gpu else cached(machine.device)
+        if tokens_s is not None:
+            calls = sum(step.calls for step in steps)
+            tflop_s = _flops_per_token(model, made, tokens // calls) * tokens_s / 1e12
+        if rates is not None and all(step.calls == 1 for step in steps):
+            predicted_s = _scenario(streamed, made, rates).step_s
+    return Metrics(
+        steps=len(steps),
+        step_s=total_s / len(steps) if total_s else None,
+        predicted_s=predicted_s,
+        tokens_s=tokens_s,
+        samples_s=samples / total_s if total_s and samples else None,
+        tflop_s=tflop_s,
+        mfu=tflop_s / rates.matmul_tflop_s if tflop_s and rates else None,
+        waits=meter.waits(),
+        memory=meter.memory(machine.device),
+    )
+
+
+def _meter(model: nn.Module, streamed: StreamedModel) -> Meter:
+    """A new meter of a model, which keeps no reference to it."""
+    machine, model_ref = streamed.machine, ref(model)
+
+    def traced() -> Trace | None:
+        alive = model_ref()
+        return None if alive is None or captured(machine.replays) else _trace([alive])
+
+    def held() -> dict[str, int]:
+        found = {"host": machine.host_budget.held_bytes}
+        return found if machine.disk is None else {**found, "disk": machine.disk.used_bytes}
+
+    return Meter(type(model).__name__, traced, lambda: machine.code.found + machine.code.made, held)
+
+
+def _flops_per_token(model: nn.Module, made: Sequence[Schedule], tokens: int) -> float:
+    """FLOPs of a forward and a backward for each of the `tokens` of a call."""
+    params = list(model.parameters())
+    total = sum(p.numel() for p in params)
+    trained = sum(p.numel() for p in params if p.requires_grad)
+    active = active_parameters(made, total, tokens)
+    return (4 + 2 * trained / total) * active
 
 
 def explain(
@@ -133,16 +227,7 @@ def explain(
         raise ModelError(f"explain(): {name} has no schedule: {why}")
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     machine = hardware or compiler.setting.rates()
-    device_bytes = compiler.budget.limit_bytes or machine.device_bytes
-    now = Scenario(
-        tuple(made),
-        machine,
-        compiler.setting.cost(),
-        options.lowering is Lowering.INDUCTOR,
-        device_bytes,
-        compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
-        compiler.budget.disk_bytes(),
-    )
+    now = _scenario(streamed, made, machine)
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
     plans = options.plans and any(schedule.backward is not None for schedule in made)
@@ -157,6 +242,20 @@ def explain(
             "stages": streamed.machine.code,
             "updates in C++": UPDATES,
         },
+    )
+
+
+def _scenario(streamed: StreamedModel, made: Sequence[Schedule], machine: Hardware) -> Scenario:
+    """A step of these schedules on a machine."""
+    compiler = streamed.buckets.plans.compiler
+    return Scenario(
+        tuple(made),
+        machine,
+        compiler.setting.cost(),
+        streamed.options.lowering is Lowering.INDUCTOR,
+        compiler.budget.limit_bytes or machine.device_bytes,
+        compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
+        compiler.budget.disk_bytes(),
     )
 
 

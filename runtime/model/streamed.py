@@ -124,7 +124,10 @@ class StreamedModel:
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
         device, computes_in = self.options.device, self.options.compute_dtype
-        for value in compat.leaves((args, kwargs)):
+        leaves = compat.leaves((args, kwargs))
+        if (meter := self.machine.meter) is not None:
+            meter.call(module, leaves)
+        for value in leaves:
             if isinstance(value, torch.Tensor) and (
                 value.device != device or (computes_in and value.dtype == torch.float32)
             ):
@@ -227,6 +230,8 @@ class StreamedModel:
             self.released.check()
         self.buckets.before_step()
         self.captures.warn_of_views()
+        if (meter := self.machine.meter) is not None:
+            meter.step()
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
         """Adopt changes; returns the tensors of a functional call."""

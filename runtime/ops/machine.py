@@ -36,6 +36,7 @@ from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import Workers
+from megacompile.views.metrics import Meter
 from megacompile.views.recorder import Recording, Tracer
 
 
@@ -110,6 +111,7 @@ class Machine:
         self.assigned = 0  # number of in-place updates of inputs by schedules so far
         # what the user sees
         self.tracer: Tracer | None = None  # while a trace of the model is on
+        self.meter: Meter | None = None  # from the first `metrics()` of the model
         self.detect_anomaly = options.detect_anomaly  # True: NaN or inf in a gradient is an error
         self.code = CodeCounts()  # of the schedules' stages
         self.progress = options.progress

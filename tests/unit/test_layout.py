@@ -43,6 +43,7 @@ FLOORS = (
     ("runtime.step",),
     ("runtime.model",),
     ("api", "inspection"),
+    ("callbacks",),
     ("lifetime",),
     ("cli",),
     ("", "__main__"),

@@ -1,0 +1,183 @@
+"""Figures of training while it runs: `megacompile.metrics(model)`.
+
+A meter counts the calls and optimizer steps of one model and keeps the last ones. Now and then it
+traces a few steps, to see what they wait for. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megacompile.text import duration, format_bytes
+from megacompile.views.critical_path import NONE, traced_steps
+from megacompile.views.recorder import Trace
+
+_LAST = 20  # steps that the figures are means of
+_EVERY = 50  # steps from one traced step to the next
+_FIRST = 2  # steps before the first traced one
+_TRACED = 3  # steps in a trace; the time of a step needs two
+_SHOWN = 0.02  # of a step: the least share in the text
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of one memory."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """See `megacompile.metrics`. A figure that is not known yet, or does not apply, is None."""
+
+    steps: int  # that the times and rates are means of; 20 at most
+    step_s: float | None  # seconds from one `optimizer.step()` to the next
+    predicted_s: float | None  # the plan's, for steps of one call
+    tokens_s: float | None  # of the largest (batch, length) integers among the inputs, with padding
+    samples_s: float | None  # of the first dimension of the first input
+    tflop_s: (
+        float | None
+    )  # 4 * parameters + 2 * trained ones a token, without recomputation, / 1e12
+    mfu: float | None  # model FLOPs utilization: of the measured rate of bf16 products
+    waits: dict[str, float]  # share of each stream in the critical path of the last traced steps
+    memory: dict[str, MemoryUse]  # "device" on CUDA, "host", and "disk" if there is one
+
+    def to_dict(self) -> dict[str, float]:
+        """The known figures under flat names for a logger, such as "tokens_s", "waits/host" and
+        "memory/device_peak_bytes"."""
+        found = {name: value for name, value in asdict(self).items() if name not in _NESTED}
+        found |= {f"waits/{stream}": share for stream, share in self.waits.items()}
+        for tier, used in self.memory.items():
+            found[f"memory/{tier}_bytes"] = used.now_bytes
+            found[f"memory/{tier}_peak_bytes"] = used.peak_bytes
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __str__(self) -> str:
+        if self.step_s is None:
+            return "no step measured yet"
+        predicted = self.predicted_s
+        step = f"{duration(self.step_s)} a step"
+        parts = [step if predicted is None else f"{step} ({duration(predicted)} predicted)"]
+        if self.tokens_s:
+            parts.append(f"{self.tokens_s:,.0f} tokens/s")
+        elif self.samples_s:
+            parts.append(f"{self.samples_s:,.1f} samples/s")
+        if self.tflop_s:
+            share = f" ({self.mfu:.0%} of the device)" if self.mfu else ""
+            parts.append(f"{self.tflop_s:,.3g} TFLOP/s{share}")
+        waits = [f"{name} {share:.0%}" for name, share in self.waits.items() if share >= _SHOWN]
+        parts += [f"waits for {', '.join(waits)}"] if waits else []
+        for tier, used in self.memory.items():
+            sizes = format_bytes(used.now_bytes), format_bytes(used.peak_bytes)
+            parts.append(f"{tier} {sizes[0]} (peak {sizes[1]})")
+        return "; ".join(parts)
+
+
+_NESTED = ("waits", "memory")
+
+
+class StepCount(NamedTuple):
+    """One optimizer step, with the calls since the previous one."""
+
+    time_s: float
+    tokens: int
+    samples: int
+    calls: int
+
+
+class Meter:
+    """The meter of one model. `trace` makes a trace of it, `code` counts its compiled code, and
+    `held` returns the bytes that it holds now in each memory but the device's."""
+
+    def __init__(
+        self,
+        name: str,
+        trace: Callable[[], Trace | None],
+        code: Callable[[], int],
+        held: Callable[[], dict[str, int]],
+    ) -> None:
+        self.name = name
+        self.steps: deque[StepCount] = deque(maxlen=_LAST)
+        self._waits: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
+        self._trace, self._code, self._held = trace, code, held
+        self._calls: dict[int, StepCount] = {}  # since the last step, by the module's id
+        self._undisturbed = False  # True if only training ran since the last step
+        self._last_s, self._last_code = 0.0, 0
+        self._count = 0  # steps
+        self._running: Trace | None = None
+        self._ended: Trace | None = None
+        self._done: Trace | None = None  # all of its work has run; not read yet
+
+    def call(self, module: nn.Module, values: Iterable[Any]) -> None:
+        """Count a call of the model, or of a module in it, with these inputs."""
+        if not torch.is_grad_enabled():
+            self._undisturbed = False
+            return
+        shapes, tokens = [], 0
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.ndim:
+                shapes.append(value.shape)
+                if value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
+                    tokens = max(tokens, value.numel())
+        was = self._calls.get(id(module), StepCount(0.0, 0, 0, 0))
+        samples = int(shapes[0][0]) if shapes else 0
+        self._calls[id(module)] = StepCount(
+            0.0, was.tokens + tokens, was.samples + samples, was.calls + 1
+        )
+
+    def step(self) -> None:
+        """Count an optimizer step, which begins now. A second optimizer's step, without a call in
+        between, is part of the first."""
+        if not self._calls:
+            return
+        now_s, code = time.perf_counter(), self._code()
+        if self._undisturbed and code == self._last_code:  # else it evaluated, or compiled
+            most = max(self._calls.values())  # a module's, not those of the modules in it too
+            self.steps.append(most._replace(time_s=now_s - self._last_s))
+        self._last_s, self._last_code = now_s, code
+        self._calls.clear()
+        self._undisturbed = True
+        for tier, size_bytes in self._held().items():
+            self._peaks[tier] = max(self._peaks.get(tier, 0), size_bytes)
+        self._sample(self._count % _EVERY)
+        self._count += 1
+
+    def _sample(self, at: int) -> None:
+        """Begin or end a trace before a step, the `at`-th of its `_EVERY`."""
+        if at == _FIRST:
+            self._running = self._trace()
+            if self._running is not None:
+                self._running.__enter__()
+        elif at == _FIRST + _TRACED and self._running is not None:
+            self._running.__exit__()
+            self._ended, self._running = self._running, None
+        elif at == _FIRST + _TRACED + 2:
+            self._done, self._ended = self._ended or self._done, None
+
+    def waits(self) -> dict[str, float]:
+        """The share of each stream in the critical path of the last traced steps."""
+        if self._done is not None:
+            found = traced_steps(self._done.measured, self.name)
+            if found is not None:
+                waited = found.waited_s.items()
+                self._waits = {lane: s / found.step_s for lane, s in waited if lane != NONE}
+            self._done = None
+        return self._waits
+
+    def memory(self, device: torch.device) -> dict[str, MemoryUse]:
+        """Bytes now and at the peak. The device's are those of torch's allocator."""
+        found = {}
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            found["device"] = MemoryUse(torch.cuda.memory_allocated(device), peak)
+        for tier, now in self._held().items():
+            found[tier] = MemoryUse(now, max(now, self._peaks.get(tier, 0)))
+        return found
