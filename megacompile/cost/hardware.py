@@ -46,6 +46,7 @@ class Hardware:
     collective_s: float = 0.0  # per collective, regardless of its size
     gathers_over_pcie: float = 0.0  # 1.0: collectives use the link to the host, in both directions
     network_gb_s: float | None = None  # that one rank receives in sums over replicas
+    unified: bool = False  # True: `device_bytes` are the machine's only memory, the host's too
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -163,14 +164,14 @@ def _of_sheet(
     memory_gb_s: float,
     bf16_tflop_s: float,  # dense, fp32 accumulation
     fp32_tflop_s: float,
-    pcie_gb_s: float,  # 16 lanes, per direction, after encoding
+    link_gb_s: float,  # to the host, per direction: 16 lanes of PCIe, after encoding
     host_memory_gb_s: float,  # of a typical host
     *,
     nvlink_gb_s: float | None = None,  # per direction; None: collectives go over PCIe and the host
     fp8_tflop_s: float | None = None,  # dense, fp32 accumulation; None: no fp8
 ) -> Hardware:
     """Expected rates: the sheet's, times the share that the H200 reached of its sheet."""
-    link, both, product = pcie_gb_s / 63.0 * 55.5, pcie_gb_s / 63.0 * 50.8, 804.0 / 989.0
+    link, both, product = link_gb_s / 63.0 * 55.5, link_gb_s / 63.0 * 50.8, 804.0 / 989.0
     gather = both / 2 if nvlink_gb_s is None else nvlink_gb_s * H200.interconnect_gb_s / 450.0
     return H200.replace(
         name=name,
@@ -188,13 +189,32 @@ def _of_sheet(
     ).with_interconnect(gather)
 
 
-# Not measured. NVIDIA's data sheets: H100 SXM5 (989 TFLOP/s dense bf16, 3.35 TB/s), A100 SXM4 80 GB
-# (312, 2.04 TB/s), and the Ada (RTX 4090) and Ampere GA102 (RTX 3090, 3080) architecture papers,
-# whose bf16 figures with fp32 accumulation are 165, 71 and 59.5. In fp8, with that accumulation,
-# the H100 has 1979 and the RTX 4090 330; Ampere has no fp8. PCIe 5.0 has 63 GB/s per direction over
-# 16 lanes, 4.0 half of that; NVLink has 450 GB/s per direction on the H100 and 300 on the A100.
-# Hosts: a server like the H200's; two channels of DDR5-5600 (90 GB/s) and DDR4-3200 (51 GB/s) at 80
-# %. Memory is the size that torch reports, slightly below the sheet's.
+def _unified(
+    name: str,
+    memory_gb_s: float,
+    bf16_tflop_s: float,
+    fp32_tflop_s: float,
+    fp8_tflop_s: float | None = None,
+) -> Hardware:
+    """A machine of 128 GB with one memory, in which nothing needs a copy."""
+    rates = (memory_gb_s, bf16_tflop_s, fp32_tflop_s, memory_gb_s / 2, memory_gb_s)
+    found = _of_sheet(name, 120 * 10**9, *rates, fp8_tflop_s=fp8_tflop_s)
+    return replace(found, host_bytes=0, unified=True)
+
+
+# Not measured. NVIDIA's data sheets: H100 SXM5 (989 TFLOP/s dense bf16, 3.35 TB/s), A100 SXM4 (312;
+# 2.04 TB/s with 80 GB, 1.56 with 40), and the Blackwell (RTX 5090), Ada (RTX 4090) and Ampere (RTX
+# 3090, 3080, 3060) architecture papers, whose bf16 figures with fp32 accumulation are 210, 165, 71,
+# 59.5 and 25.5. In fp8, with that accumulation, the H100 has 1979, the RTX 5090 419 and the RTX
+# 4090 330; Ampere has no fp8. PCIe 5.0 has 63 GB/s per direction over 16 lanes, 4.0 half of that;
+# NVLink has 450 GB/s per direction on the H100 and 300 on the A100. Hosts: a server like the
+# H200's; two channels of DDR5-5600 (90 GB/s) and DDR4-3200 (51 GB/s) at 80 %. Memory is the size
+# that torch reports, slightly below the sheet's.
+#
+# The GPU of a GH200 reads Grace's 480 GB of LPDDR5X (512 GB/s, at 80 %) over 450 GB/s per
+# direction. A GB10 (DGX Spark; 273 GB/s, 125 TFLOP/s bf16: an eighth of its sparse fp4) and a Strix
+# Halo (Ryzen AI Max+ 395; 256 GB/s, 59 TFLOP/s) have 128 GB for the CPU and the GPU together, of
+# which the system keeps 8.
 GPUS = {
     "h200": H200,
     "h100": _of_sheet(
@@ -202,9 +222,22 @@ GPUS = {
         nvlink_gb_s=450.0,
         fp8_tflop_s=1979.0,
     ),
+    "gh200": _of_sheet(
+        *("NVIDIA GH200", 95 * 2**30, 4000.0, 989.0, 67.0, 450.0, 410.0),
+        nvlink_gb_s=450.0,
+        fp8_tflop_s=1979.0,
+    ).replace(host_bytes=440 * 2**30),
     "a100": _of_sheet(
         *("NVIDIA A100 SXM 80GB", 79 * 2**30, 2039.0, 312.0, 19.5, 31.5, 120.0),
         nvlink_gb_s=300.0,
+    ),
+    "a100-40gb": _of_sheet(
+        *("NVIDIA A100 SXM 40GB", 39 * 2**30, 1555.0, 312.0, 19.5, 31.5, 120.0),
+        nvlink_gb_s=300.0,
+    ),
+    "5090": _of_sheet(
+        *("NVIDIA GeForce RTX 5090", 32110 * 2**20, 1792.0, 209.5, 104.8, 63.0, 72.0),
+        fp8_tflop_s=419.0,
     ),
     "4090": _of_sheet(
         *("NVIDIA GeForce RTX 4090", 24080 * 2**20, 1008.0, 165.2, 82.6, 31.5, 72.0),
@@ -212,6 +245,9 @@ GPUS = {
     ),
     "3090": _of_sheet("NVIDIA GeForce RTX 3090", 24080 * 2**20, 936.0, 71.2, 35.6, 31.5, 41.0),
     "3080": _of_sheet("NVIDIA GeForce RTX 3080", 9980 * 2**20, 760.0, 59.5, 29.8, 31.5, 41.0),
+    "3060": _of_sheet("NVIDIA GeForce RTX 3060", 12040 * 2**20, 360.0, 25.5, 12.7, 31.5, 41.0),
+    "gb10": _unified("NVIDIA GB10", 273.0, 125.0, 31.0, fp8_tflop_s=250.0),
+    "strix-halo": _unified("AMD Strix Halo", 256.0, 59.4, 14.8),
 }
 NAMES = (*GPUS, "this")
 
