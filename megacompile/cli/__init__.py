@@ -35,6 +35,13 @@ Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned. A model th
 a tenth of the device's memory does not fit, but megacompile() tries it anyway; the answer says so.
 """
 
+_BENCH = """Train standard models on this machine, and print how fast.
+
+For each mode, the largest of four models of Qwen2.5's shape that fits, in bf16 with AdamW and
+random weights: seconds a step, measured and predicted, tokens/s, TFLOP/s (6 * parameters * tokens a
+second), peak memory, and the first step. Modes: planned; streamed; backward (the update in it, with
+8-bit moments); plain; torch.compile. Needs transformers.
+"""
 _HARDWARE = """Measure the bandwidths and rates of this machine in a few seconds.
 
 The rates are cached in a file, and predictions use them."""
@@ -69,10 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("demo", "train a small model and show its schedule and trace", _DEMO, _demo),
         ("plan", "find out if a model fits on a machine and how fast it trains", _PLAN, _plan),
         ("hardware", "measure the rates of this machine", _HARDWARE, _hardware),
+        ("bench", "train standard models on this machine and print how fast", _BENCH, _bench),
     ):
         options(commands.add_parser(name, help=help, description=description))
     args = parser.parse_args(argv)
-    module = "plan" if args.command == "plan" else "runs"
+    module = args.command if args.command in ("plan", "bench") else "runs"
     try:
         work = getattr(importlib.import_module(f"{__name__}.{module}"), args.command)
         return int(work(args))
@@ -124,6 +132,35 @@ def _hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", metavar="PATH", help="also measure the disk of this folder")
     parser.add_argument("--again", action="store_true", help="measure even if rates are cached")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_device(parser)
+    add(
+        "--minutes", type=positive, default=10, metavar="N", help="begin no case after; default: 10"
+    )
+    help = "7.6B, 3.1B, 1.5B, 0.5B: the first that fits; default: these"
+    modes = ("planned", "streamed", "backward", "plain", "torch.compile")
+    add(
+        "--modes",
+        nargs="+",
+        choices=modes,
+        metavar="MODE",
+        help=f"{', '.join(modes)}; default: all",
+    )
+    add(
+        "--models",
+        nargs="+",
+        choices=("7.6B", "3.1B", "1.5B", "0.5B", "tiny"),
+        metavar="MODEL",
+        help=help,
+    )
+    add("--batch", type=positive, default=8, metavar="N", help="sequences per step; default: 8")
+    add(
+        "--seq", type=positive, default=1024, metavar="N", help="tokens per sequence; default: 1024"
+    )
+    add("--json", action="store_true", help="print JSON")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

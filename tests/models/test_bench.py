@@ -1,0 +1,43 @@
+"""`python -m megacompile bench`, with the tiny model on the CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megacompile.cli import main
+
+TINY = ("bench", "--device", "cpu", "--models", "tiny", "--batch", "2", "--seq", "16")
+
+
+@pytest.fixture(autouse=True)
+def _transformers() -> None:
+    pytest.importorskip("transformers")
+
+
+def check(result: dict[str, Any], mode: str) -> None:
+    assert (result["mode"], result["model"], result["tokens"]) == (mode, "tiny", "2x16")
+    assert result["step_s"] > 0 and result["first_s"] > 0
+    assert result["tokens_s"] == pytest.approx(32 / result["step_s"])
+    assert 5 < result["loss"] < 7  # of 512 classes, from random weights
+
+
+def test_json_has_a_result_for_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--modes", "streamed", "plain", "--json"]) == 0
+    ours, plain = json.loads(capsys.readouterr().out)
+    check(ours, "streamed")
+    check(plain, "plain")
+    assert ours["peak_bytes"]["host"] > 0 and plain["predicted_s"] is None
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=0.02)  # bf16
+
+
+@pytest.mark.thorough
+def test_every_mode_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(list(TINY)) == 0
+    machine, *lines = capsys.readouterr().out.splitlines()
+    assert machine.startswith("torch ")
+    modes = ["planned", "streamed", "backward", "plain", "torch.compile"]
+    assert [line.partition(", 2x16: ")[0] for line in lines] == [f"tiny, {m}" for m in modes]
+    assert all("a step" in line and "first step" in line for line in lines)
