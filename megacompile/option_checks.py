@@ -237,6 +237,8 @@ def optimizer(given: Given) -> torch.optim.Optimizer | None:
         if not why_not:
             return value
     got = type(value).__name__ + (f" ({why_not})" if why_not else "")
+    if isinstance(value, type):
+        got = f"the class {value.__name__} (create it: {value.__name__}(model.parameters()))"
     raise OptionError(
         f"megacompile(): got optimizer={got}; needed one that can update in the backward: "
         f"{listed(RULES, 'or')}; or leave it out: optimizer.step() works with every optimizer"

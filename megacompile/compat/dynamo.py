@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures.process  # noqa: F401  torch imports it lazily: too late as main ends
 import functools
 import inspect
+import logging
 import operator
 import re
 import types
@@ -53,6 +54,16 @@ uncompiled: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_torchdyn
 # Dynamo's compile lock. FX's tracing flag is process-wide: two tracers that do not end in reverse
 # order leave it set.
 compile_lock: AbstractContextManager[object] = convert_frame.compile_lock
+
+
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def hide_fake_errors(undos: list[Callable[[], object]]) -> None:
+    """Leave out pages of torch's log about an operator that refuses its inputs during a capture.
+    The code runs eagerly then, and raises the plain error. `undos` shows them again."""
+    undos.append(functools.partial(setattr, _FAKES, "disabled", _FAKES.disabled))
+    _FAKES.disabled = True
 
 
 def dynamo_options() -> dict[str, Any]:

@@ -58,6 +58,9 @@ class Note(NamedTuple):
     ended: str = ""  # why its process has exited
 
 
+_TOGETHER = "if only some ranks evaluate, generate or save, as in `if rank == 0:`, let all of them"
+
+
 class Wait:
     """One wait of a rank for the others, up to `limit_s`; finds a rank that will not arrive."""
 
@@ -95,7 +98,8 @@ class Wait:
                 self._blame(rank, why, where)
             rank = min(notes, key=lambda r: (notes[r].n, notes[r].entered))
             at = notes[rank].at
-            self._blame(rank, f"has not arrived in {waited_s:.0f} s: it is {at}", where)
+            why = f"has not arrived in {waited_s:.0f} s: it is {at} ({_TOGETHER})"
+            self._blame(rank, why, where)
 
     def look_for_reports(self, where: str) -> None:
         if self._store.check(["fault"]):

@@ -14,6 +14,7 @@ moves to another device gets a new node, and the hooks on the old one never run 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -92,6 +93,22 @@ class DdpChecks:
             if is_planned and any(p.device != self.options.device for p in params.values()):
                 self.say(why)
         return why
+
+    def warn_if_alone(self) -> None:
+        """Warn if several processes train, and nothing sums the gradients of this model."""
+        said = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0")  # by torchrun
+        count = int(said[0]) if said[0].isdecimal() else 1
+        around = self.checked is not None and self.checked() is not None
+        if self.mesh is None and not around and count > 1 and said[1] == "0":
+            if not _inside(self.model):
+                notices.warn_once(
+                    "alone",
+                    f"megacompile: each of {count} processes trains its own copy of {self.name}: "
+                    "nothing sums their gradients. Wrap it, DistributedDataParallel("
+                    "megacompile(model)), or let the processes share it, megacompile(model, "
+                    "mesh=...). If your loop sums gradients itself, ignore this (shown once)",
+                    of=self,
+                )
 
     def end(self) -> None:
         """Undo the changes to the model, which becomes a plain one again."""

@@ -187,6 +187,8 @@ class ModelBuckets:
         """Apply pending moves when an optimizer steps, and adopt data that the user assigned to
         parameters (`p.data = ...`) since the forward."""
         self.machine.steps += 1
+        if self.machine.steps == 1:
+            self.ddp.warn_if_alone()
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
         replaced = [bucket for bucket in self.machine.buckets.values() if bucket.is_replaced()]

@@ -174,6 +174,7 @@ class StreamedModel:
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
+        compat.hide_fake_errors(undos)
         own_operators.swap_in(modules, self.options.device, undos)
         if stand_ins is not None:
             stand_ins.put_in(self._stand_in, undos)

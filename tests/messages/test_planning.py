@@ -231,7 +231,8 @@ OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
     (on_cpu, {"lowering": True}, OptionError,
      "got lowering=True; needed one of 'eager', 'inductor'"),
     (on_cpu, {"optimizer": torch.optim.AdamW}, OptionError,
-     "got optimizer=type; needed one that can update in the backward: {}"),
+     "got optimizer=the class AdamW (create it: AdamW(model.parameters())); needed one that can "
+     "update in the backward: {}"),
     (on_cpu, {"gpu_memory": "20 bananas"}, OptionError,
      "got gpu_memory='20 bananas'; needed bytes{}"),
     (on_cpu, {"lookahead": 3, "slots": 3}, OptionError,

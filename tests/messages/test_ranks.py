@@ -28,7 +28,7 @@ from megacompile.errors import (
 )
 from tests import quantized
 from tests.configs import CONFIG
-from tests.messages.said import assert_says
+from tests.messages.said import assert_says, heard
 from tests.processes import group_of_one
 
 
@@ -162,6 +162,31 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
 def test_errors(name: str, mesh: DeviceMesh) -> None:
     provoke, error, text = ERRORS[name]
     assert_says(lambda: provoke(mesh), error, text.replace("{mesh}", str(mesh)))
+
+
+def test_processes_that_train_copies(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by torchrun, without `mesh=` and without a DistributedDataParallel (which needs the
+    process group of `mesh`)."""
+    text = (
+        "megacompile: each of 2 processes trains its own copy of Sequential: nothing sums their "
+        "gradients. Wrap it, DistributedDataParallel(megacompile(model)), or let the processes "
+        "share it, megacompile(model, mesh=...). If your loop sums gradients itself, ignore this "
+        "(shown once)"
+    )
+
+    def train(wrap: bool = False) -> None:
+        model = megacompile(net(), device="cpu", lowering="eager")
+        optimizer = AdamW(model.parameters())
+        called = DistributedDataParallel(model) if wrap else model
+        step(called)
+        optimizer.step()
+
+    assert heard(train) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_says(train, UserWarning, text)
+    assert heard(lambda: train(wrap=True)) == []
+    monkeypatch.setenv("RANK", "1")
+    assert heard(train) == []  # the first one says it
 
 
 # The command line.
