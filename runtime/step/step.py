@@ -306,7 +306,6 @@ class Updates:
                 dtypes = {step.index: state[name].dtype}
                 bucket.states.make(optimizer, name, dtypes, pin=self.parts.cuda)
             adopt(optimizer, bucket, step.index, state, names)
-            step.states.clear()  # free the originals of copied states before the next bucket
             drop_empty(optimizer, [param])
 
 

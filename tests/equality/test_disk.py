@@ -9,6 +9,7 @@ import copy
 import errno
 import functools
 import gc
+import operator
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -29,7 +31,7 @@ from megacompile import explain, full_parameters, megacompile, released, save, u
 from megacompile.errors import DiskError, HostMemoryError, OptimizerError
 from tests import disks, inside, quantized, zoo
 from tests.equality import cells
-from tests.interrupts import traced
+from tests.interrupts import profiled, traced
 from tests.processes import in_child
 from tests.stateful.late import AtCall
 
@@ -229,6 +231,51 @@ def test_no_host_memory_for_what_is_read(tmp_path: Path, mode: str, weights: Any
     assert_same(values(of), in_memory(mode))
 
 
+def test_states_go_to_the_disk_and_leave_it(tmp_path: Path) -> None:
+    model, optimizer = of = trained(tmp_path, 0)
+    names = list(inside.buckets(model))
+    for first, on_disk in ((0, []), (3, names), (6, [])):
+        inside.want(model, on_disk=on_disk)
+        run(model, optimizer, first + 2, first)
+        values(of)  # it is over
+        before = inside.moved_bytes(model)
+        run(model, optimizer, first + 3, first + 2)
+        values(of)
+        assert (inside.moved_bytes(model) > before) == bool(on_disk)
+    assert_same(values(of), in_memory("exact", 9))
+
+
+def test_a_state_that_is_replaced_waits_for_the_write_of_the_last_one(tmp_path: Path) -> None:
+    """Which would overwrite it. It ends when the next backward waits for something."""
+    real, waited = os.pwritev, threading.Event()
+
+    def late(*args: Any) -> int:
+        waited.wait(100)
+        return real(*args)
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_name == "wait":
+            waited.set()
+
+    found = []
+    for folder in (None, tmp_path):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        megacompile(model, device="cpu", lowering="eager", disk=folder, optimizer=optimizer)
+        run(model, optimizer, 2)
+        with mock.patch.object(os, "pwritev", late):
+            run(model, optimizer, 3, first=2)
+            for state in optimizer.state.values():
+                state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.5)
+            loss = loss_of(model, 3)
+            with profiled(note):
+                loss.backward()
+        optimizer.step()
+        found.append(values((model, optimizer)))
+    assert_same(*found)
+
+
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     """For parameters before anything moves; for states and saved tensors when they first go."""
     model = net()
@@ -373,18 +420,21 @@ def test_a_child_of_a_fork_reads_and_does_not_train(tmp_path: Path) -> None:
 def test_everything_comes_back(tmp_path: Path, mode: str, place: dict[str, Any]) -> None:
     """Into other memory and again, for whoever asks, with frozen parameters, and for good."""
 
-    def addresses() -> set[int]:
-        return {v.data_ptr() for of in optimizer.state.values() for v in of.values() if v.dim()}
+    def addresses() -> list[int]:
+        states = [optimizer.state[param] for param in residents]
+        return [value.data_ptr() for state in states for value in state.values() if value.dim()]
 
     found = []
     both: list[dict[str, Any]] = [{}, place]
     for options in both:
         folder = tmp_path if options is WEIGHTS else None
         model, optimizer = trained(folder, 2, **MODES[mode], **options)
-        assert bool(inside.residents(model)) == ("resident" in options)
+        names = inside.residents(model)
+        assert bool(names) == ("resident" in options)
+        residents = [param for name in names for param in inside.buckets(model)[name].params]
         before = addresses()
         with released(model):
-            assert addresses() != before or "resident" not in options, "their memory is free"
+            assert not any(map(operator.eq, addresses(), before)), "their memory is free"
             seen = [value.clone() for _, value in full_parameters(model)]
         run(model, optimizer, 3, first=2)
         for name, param in model.named_parameters():

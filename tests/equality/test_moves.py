@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile import DeviceMemoryError, megacompile, schedules
-from tests import inside
+from megacompile.errors import HostMemoryError
+from tests import disks, inside
 from tests.equality.nets import assert_alike, trained
-from tests.zoo import WIDTH, assert_same, differences, equal, twins
+from tests.zoo import WIDTH, assert_close, assert_same, differences, equal, twins
 
 
 class Net(nn.Module):
@@ -94,6 +95,34 @@ def test_the_first_call_has_them_where_they_belong(caplog: pytest.LogCaptureFixt
         losses = run(model, 3)
     assert captures(caplog) == 1 and schedules(model) == [first]
     assert all(map(torch.equal, losses, run(plain, 3)))
+    assert_same(plain, model)
+
+
+def test_gradients_of_the_user_update_a_bucket_where_it_is() -> None:
+    """The update's graph, which no backward has made, is that of the place."""
+    plain, model = twins(Net(), lowering="inductor")
+    names = list(inside.buckets(model))
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for seed in range(3):
+            if each is model:
+                inside.want(model, *names[seed % 2 :: 2])
+            for param in each.parameters():
+                param.grad = torch.full_like(param, seed + 1.0)
+            optimizer.step()
+    assert set(names[::2]) == inside.residents(model)
+    assert_close(plain, model, 1e-6)
+
+
+def test_a_move_that_does_not_fit_keeps_the_gradients() -> None:
+    plain, model = pair()
+    for each in (plain, model):
+        each(x_of(0)).backward()
+    inside.want(model)
+    with disks.no_host_memory(inside.machine(model)), pytest.raises(HostMemoryError):
+        model(x_of(1))
+    assert_same(plain, model)
+    assert all(map(torch.equal, run(model, 2), run(plain, 2)))
     assert_same(plain, model)
 
 

@@ -101,6 +101,9 @@ def unusual_gradients(model: Any) -> list[Optimizer]:
     backward(model, 5)
     first.b.grad = None
     optimizer.step()
+    backward(model, 6)
+    backward(model, 7, skip="b")  # adds to the others
+    optimizer.step()
     views = [p.grad.data for p in model.parameters() if p.grad is not None]
     backward(model, 6)
     for view in views:
@@ -209,7 +212,9 @@ def several_optimizers(model: Any) -> list[Optimizer]:
     ]
     for i in range(2):
         for k, each in enumerate(others):
-            steps(model, each, 10 * i + k)
+            backward(model, 10 * i + k)
+            nn.utils.clip_grad_norm_(params, 1e-2)
+            each.step()
             model.zero_grad()
     return [first, second, *others]
 

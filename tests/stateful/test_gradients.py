@@ -86,6 +86,17 @@ def test_hooks_run_layer_by_layer_from_the_last_one() -> None:
     assert plain == ours
 
 
+def test_a_sparse_gradient_is_for_the_optimizers_own_step() -> None:
+    torch.manual_seed(0)
+    both = twins(Net(), lowering="inductor")
+    for model in both:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.head.weight.grad = torch.eye(4, 8).to_sparse()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(*both)
+
+
 class Inner(Net):
     """Its forward takes gradients of its own parameters."""
 

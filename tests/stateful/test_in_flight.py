@@ -173,6 +173,18 @@ def test_other_names_of_memory() -> None:
         del found
 
 
+def test_a_state_that_is_replaced_is_that_of_the_next_step() -> None:
+    """The update in flight is made in the memory that it moves to."""
+    both = Flying()
+    both.step()
+    for model, optimizer in both.both:
+        param = model.get_parameter(NAME)
+        optimizer.state[param]["exp_avg"] = torch.full(param.shape, 0.5)
+        optimizer.step()
+    assert_same(both.plain, both.model)
+    assert_states_same(both.mine.state_dict(), both.theirs.state_dict())
+
+
 def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
     both = Flying()
     uses: dict[str, Callable[[], Any]] = {

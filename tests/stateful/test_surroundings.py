@@ -128,16 +128,15 @@ class Attentions(nn.Module):
 
 @pytest.mark.parametrize("within", [False, True])
 def test_the_kernel_of_attention_is_the_one_of_the_call(within: bool) -> None:
-    """Also in a backward that is traced later, because other outputs were expected. What a captured
-    graph sets is set for each of its stages, and for nothing else."""
+    """Also in a backward that is traced later, because other outputs were expected, and for lengths
+    that change. What a captured graph sets is set for each of its stages, and for nothing else."""
     torch.manual_seed(0)
     plain, streamed = twins(Attentions(within))
-    x = torch.randn(2, 100, 32)
     cuda: Any = torch.backends.cuda
     flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
     kernels = [[flash, math]] * 3 if within else [[flash], [math], [flash]]
-    for alone in (False, True):
-        found = []
+    for alone, length in ((False, 100), (True, 100), (True, 60)):
+        found, x = [], torch.randn(2, length, 32)
         for kernel in kernels:
             outputs = []
             for model in (plain, streamed):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megacompile import compat
 from megacompile.runtime.optim import twin as module
 from megacompile.runtime.optim.blockwise import BLOCK
 from megacompile.runtime.optim.rules import RULES
+from megacompile.runtime.updates.compiled import CompileRequest
 from megacompile.runtime.updates.workers import Chunks
 from tests.draws import drawn
 from tests.zoo import equal
@@ -189,3 +191,9 @@ def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.Monke
     with pytest.raises(AttributeError):
         here.update(rule, small[:1])
     assert log == ["h2d", "compute", "d2h"]
+
+
+def test_code_that_is_compiled_is_of_one_kind_of_update(tmp_path: Path) -> None:
+    """A file notes that it is; another kind has a note of its own."""
+    updates = [update_of(ADAM, param, FP32, FP32, numel=BLOCK) for param in (FP32, BF16)]
+    assert len({CompileRequest.of(ADAM, each, tmp_path).note for each in updates}) == 2
