@@ -1,5 +1,5 @@
-"""float16 for cards without bfloat16: autocast, a GradScaler whose first steps overflow, clipping, and
-lengths that change, next to the plain loop."""
+"""float16 for cards without bfloat16: autocast, a GradScaler whose first steps overflow, clipping,
+and lengths that change, next to the plain loop."""
 
 from __future__ import annotations
 
