@@ -7,7 +7,9 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -102,6 +104,9 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:
     stock: Callable[..., Any] = torch.nn.Module._apply
 
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        if _STAYING.get():
+            _convert(self, fn, recurse)
+            return self
         own = [p for p in self._parameters.values() if isinstance(p, kind)]
         if torch.compiler.is_compiling() or not own or _is_exchanged(own, fn):
             return stock(self, fn, recurse)
@@ -110,6 +115,20 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:
 
     skip_code(apply.__code__)  # captured by itself, it would miss the class
     torch.nn.Module._apply = functools.wraps(stock)(apply)  # type: ignore[method-assign]
+
+
+_STAYING: ContextVar[bool] = ContextVar("_STAYING", default=False)
+
+
+@contextmanager
+def parameters_stay() -> Iterator[None]:
+    """A context in which `module.to(...)` and similar methods do not touch parameters that their
+    function returns as they are. torch sets the `data` of each, which may wait for its values."""
+    token = _STAYING.set(True)
+    try:
+        yield
+    finally:
+        _STAYING.reset(token)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

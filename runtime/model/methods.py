@@ -6,6 +6,7 @@ import copy
 import operator
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -71,7 +72,12 @@ class HostApply(Replacement):
     def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         loops.take_over()
         params = {id(p) for p in self.model.parameters()}
+        kinds = {(p.dtype, p.device) for p in self.model.parameters()}
         moved = False
+
+        def only_moves(dtype: torch.dtype, device: torch.device) -> bool:
+            probe = function(torch.empty(0, dtype=dtype, device=device))
+            return bool(probe.dtype == dtype and probe.device != device)
 
         def stay(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal moved
@@ -82,7 +88,9 @@ class HostApply(Replacement):
             moved = True
             return tensor if probe.dtype == tensor.dtype else tensor.to(probe.dtype)
 
-        applied: nn.Module = self.stock(stay, recurse)
+        stays = all(only_moves(*kind) for kind in kinds)
+        with compat.parameters_stay() if stays else nullcontext():
+            applied: nn.Module = self.stock(stay, recurse)
         if moved:
             notices.warn_once(
                 "to(device)",

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from megacompile import DeviceMemoryError, megacompile, schedules
 from megacompile.errors import HostMemoryError
@@ -309,6 +310,30 @@ def test_a_copy_is_a_plain_module(name: str) -> None:
             assert equal(each(x), x + 1), "and so are its methods"
             each.to("meta")
             assert {param.device.type for param in each.parameters()} == {"meta"}
+
+
+def test_a_move_touches_no_parameter_that_stays() -> None:
+    """Setting `data` would wait for values that are still on their way to the host."""
+    model = megacompile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), device="cpu")
+    model(torch.randn(3, WIDTH)).sum().backward()
+    held = [(p, p.data_ptr(), p.grad) for p in model.parameters()]
+    calls: list[Any] = []
+
+    class Record(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(args[:1] and args[0] is p for p, _, _ in held) and "set" in func.__name__:
+                calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        model.to("meta")
+    assert calls == []
+    assert all((p.data_ptr(), p.grad) == (at, grad) for p, at, grad in held)
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    model.to(torch.float64)  # a dtype changes
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
 class Modes(nn.Module):
