@@ -100,9 +100,9 @@ def metrics(model: nn.Module) -> Metrics:
 
     The first call starts the measurement and returns no rates yet. From then on, each call of the
     model and each `optimizer.step()` is counted on the host, without waiting for the device. Times
-    and rates are means of the last 20 steps in which only training ran: steps with an evaluation
-    or with new code are left out. Three of 50 steps are traced, as by `trace()`, for `waits`,
-    except while a model that fits runs from CUDA graphs.
+    and rates are means of the last 20 steps, without those that compiled code, or evaluated (made
+    more calls without gradients than most did). Three of 50 steps are traced for `waits`, as by
+    `trace()`, except while a model that fits runs from CUDA graphs.
 
     `tflop_s` counts 6 FLOPs per parameter and token (Kaplan et al., 2020, arXiv 2001.08361), 4 of
     a frozen one, and none of recomputation or of experts that a token does not choose; `mfu` is
@@ -129,7 +129,7 @@ def metrics(model: nn.Module) -> Metrics:
     machine, setting = streamed.machine, streamed.buckets.setting
     if machine.meter is None:
         machine.meter = _meter(model, streamed)
-    meter, steps = machine.meter, list(machine.meter.steps)
+    meter, steps = machine.meter, machine.meter.steps()
     total_s = sum(step.time_s for step in steps) or None
     tokens, samples = sum(step.tokens for step in steps), sum(step.samples for step in steps)
     tokens_s = tokens / total_s if total_s and tokens else None

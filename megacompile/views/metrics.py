@@ -6,6 +6,7 @@ traces a few steps, to see what they wait for. Nothing here waits for the device
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -89,7 +90,8 @@ class StepCount(NamedTuple):
     time_s: float
     tokens: int
     samples: int
-    calls: int
+    calls: int  # with gradients
+    others: int = 0  # calls without them
 
 
 class Meter:
@@ -104,12 +106,12 @@ class Meter:
         held: Callable[[], dict[str, int]],
     ) -> None:
         self.name = name
-        self.steps: deque[StepCount] = deque(maxlen=_LAST)
+        self._steps: deque[StepCount] = deque(maxlen=_LAST)
         self._waits: dict[str, float] = {}
         self._peaks: dict[str, int] = {}
         self._trace, self._code, self._held = trace, code, held
         self._calls: dict[int, StepCount] = {}  # since the last step, by the module's id
-        self._undisturbed = False  # True if only training ran since the last step
+        self._others = 0  # calls without gradients since then
         self._last_s, self._last_code = 0.0, 0
         self._count = 0  # steps
         self._running: Trace | None = None
@@ -119,7 +121,7 @@ class Meter:
     def call(self, module: nn.Module, values: Iterable[Any]) -> None:
         """Count a call of the model, or of a module in it, with these inputs."""
         if not torch.is_grad_enabled():
-            self._undisturbed = False
+            self._others += 1
             return
         shapes, tokens = [], 0
         for value in values:
@@ -139,16 +141,23 @@ class Meter:
         if not self._calls:
             return
         now_s, code = time.perf_counter(), self._code()
-        if self._undisturbed and code == self._last_code:  # else it evaluated, or compiled
+        if self._count and code == self._last_code:  # else it compiled
             most = max(self._calls.values())  # a module's, not those of the modules in it too
-            self.steps.append(most._replace(time_s=now_s - self._last_s))
-        self._last_s, self._last_code = now_s, code
+            time_s = now_s - self._last_s
+            self._steps.append(most._replace(time_s=time_s, others=self._others))
+        self._last_s, self._last_code, self._others = now_s, code, 0
         self._calls.clear()
-        self._undisturbed = True
         for tier, size_bytes in self._held().items():
             self._peaks[tier] = max(self._peaks.get(tier, 0), size_bytes)
         self._sample(self._count % _EVERY)
         self._count += 1
+
+    def steps(self) -> list[StepCount]:
+        """The last steps, without those that evaluated: that made more or fewer calls without
+        gradients than most did."""
+        steps = list(self._steps)
+        usual = statistics.mode(step.others for step in steps) if steps else 0
+        return [step for step in steps if step.others == usual]
 
     def _sample(self, at: int) -> None:
         """Begin or end a trace before a step, the `at`-th of its `_EVERY`."""

@@ -87,15 +87,25 @@ def test_frozen_parameters_have_no_gradients_to_count() -> None:
 def test_steps_with_an_evaluation_are_left_out() -> None:
     model, optimizer = made()
     mc.metrics(model)
-    train(model, [optimizer], 3)
+    train(model, [optimizer], 6)
     evaluate(model)
     before = mc.metrics(model).steps
-    for _ in range(3):
-        evaluate(model)
-        train(model, [optimizer], 1)
+    train(model, [optimizer], 1)
     assert mc.metrics(model).steps == before
     train(model, [optimizer], 2)
     assert mc.metrics(model).steps == before + 2
+
+
+def test_a_call_without_gradients_in_each_step_is_part_of_it() -> None:
+    """A reference model that is the same one."""
+    model, optimizer = made()
+    mc.metrics(model)
+    for _ in range(6):
+        evaluate(model)
+        train(model, [optimizer], 1)
+    found = mc.metrics(model)
+    assert found.steps >= 3 and found.tokens_s and found.step_s
+    assert found.tokens_s * found.step_s == pytest.approx(ROWS * LENGTH)
 
 
 def test_two_optimizers_make_one_step() -> None:
