@@ -187,7 +187,7 @@ def _make(
         return model
     if ranks is not None:
         check_alike(ranks.all_gather_object(options.of_all_ranks))
-    refuse_nested(model, compat.modules_of(model))
+    refuse_nested(model)
     refuse_shared(model)
     if options.optimizer is not None:
         check_optimizer(model, options.optimizer)

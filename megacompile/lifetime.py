@@ -120,8 +120,12 @@ def eager(model: nn.Module) -> Iterator[None]:
             for _ in range(256):
                 token = model(token, cache=cache)[:, -1:].argmax(-1)
     """
-    with _model_of_block(model).captures.eager.block():
+    blocks = _model_of_block(model).captures.eager
+    blocks.depth += 1
+    try:
         yield
+    finally:
+        blocks.depth -= 1
 
 
 @compat.opaque

@@ -38,9 +38,11 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)`, without its search of all arguments for `torch.func` wrappers."""
-    plain = [arg for arg in args if type(arg) is torch.Tensor]
-    left = any(map(torch._C._functorch.is_functorch_wrapped_tensor, plain))
-    if left or torch._C._are_functorch_transforms_active():
+    left = torch._C._are_functorch_transforms_active()
+    for arg in args:
+        if type(arg) is torch.Tensor:
+            left = left or torch._C._functorch.is_functorch_wrapped_tensor(arg)
+    if left:
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
@@ -110,7 +112,7 @@ def note_backward_calls(
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tuple(args[3:4] and args[3])  # torch passes them by position
         leaves = tuple(map(leaf_of, inputs))
-        if any(leaf is not given for leaf, given in zip(leaves, inputs, strict=True)):
+        if not all(map(operator.is_, leaves, inputs)):
             args = (*args[:3], leaves, *args[4:])
         call = BackwardCall(tuple(t_outputs))
         _BACKWARD_CALLS.append(call)

@@ -78,8 +78,11 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 def kernel_switches() -> tuple[Any, ...]:
     """Process-wide settings that decide how torch decomposes operators: attention, batch norm,
     recurrent layers."""
-    found = [get() for get, _ in _SWITCHES]  # lists are fast: every step calls this
-    return tuple([tuple(value) if isinstance(value, list) else value for value in found])
+    found = []
+    for get, _ in _SWITCHES:
+        value = get()
+        found.append(tuple(value) if isinstance(value, list) else value)
+    return tuple(found)
 
 
 def set_kernel_switches(wanted: Sequence[Any]) -> None:

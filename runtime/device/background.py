@@ -58,7 +58,9 @@ class WeakIdSet(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The live objects, in order of insertion."""
-        return iter([one for each in self._of.valuerefs() if (one := each()) is not None])
+        for each in self._of.valuerefs():
+            if (one := each()) is not None:
+                yield one
 
 
 def at_fork(who: Any, *, last: bool = False) -> None:

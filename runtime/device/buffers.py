@@ -225,7 +225,7 @@ class HostBudget:
         self.node = node  # the NUMA node near the device that copies from and to them; None: any
         self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
         self._next = itertools.count()
-        self._ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
+        self.ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
         self._maker = Background("megacompile-host-memory")
 
     @property
@@ -241,7 +241,7 @@ class HostBudget:
         try:
             return self._new(size_bytes, what, pin=pin, touch=touch)
         except HostMemoryError:
-            if not self._ahead:
+            if not self.ahead:
                 raise
         self.drop_preallocated()  # they may never be requested
         self.await_made()
@@ -250,7 +250,7 @@ class HostBudget:
     def _ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
         """Return a buffer that was allocated in advance or is being allocated."""
         try:
-            future = self._ahead[size_bytes, pin].popleft()
+            future = self.ahead[size_bytes, pin].popleft()
         except (KeyError, IndexError):  # another thread may have freed it
             return None
         with phase("allocating host memory"):
@@ -278,13 +278,13 @@ class HostBudget:
 
         for each in wanted:
             future: Future[HostBuffer] = Future()
-            self._ahead.setdefault((each.size_bytes, each.pin), deque()).append(future)
+            self.ahead.setdefault((each.size_bytes, each.pin), deque()).append(future)
             self._maker.submit(functools.partial(work, each, future))
 
     def drop_preallocated(self) -> None:
         """Free the buffers that were allocated in advance but never requested."""
-        while self._ahead:
-            _, futures = self._ahead.popitem()
+        while self.ahead:
+            _, futures = self.ahead.popitem()
             while futures:
                 futures.popleft().cancel()
 

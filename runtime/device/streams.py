@@ -200,24 +200,24 @@ class DeviceSlots:
                 return False
         return bool(wanted)
 
-    def trim(self, count: int) -> None:
-        """Free the slots after the first `count` that were for buckets that stay."""
-        keep = max(count, self.stay_from)
+    def keeps(self, slots: Sequence[Slot]) -> bool:
+        """True if `require` would replace no buffer, so that their contents stay."""
+        for slot, buffer in zip(slots, self.buffers, strict=False):
+            if slot.size_bytes > buffer.numel():
+                return False
+        return True
+
+    def require(self, slots: Sequence[Slot]) -> None:
+        """Allocate `slots` as needed, and free later ones that were for buckets that stay. Buffers
+        that must grow are replaced, on the compute stream. The old buffer is freed to the
+        allocator. Its next user on the compute stream runs after every reader of the buffer, and
+        these readers ran after the copies into it."""
+        keep = max(len(slots), self.stay_from)
         if keep < len(self.buffers):
             del self.buffers[keep:]
             self._views = {key: v for key, v in self._views.items() if key[0] < keep}
             self.left = {index: held for index, held in self.left.items() if index < keep}
             self.generation += 1
-
-    def keeps(self, slots: Sequence[Slot]) -> bool:
-        """True if `require` would replace no buffer, so that their contents stay."""
-        sizes = [buffer.numel() for buffer in self.buffers]
-        return all(slot.size_bytes <= sizes[slot.index] for slot in slots[: len(sizes)])
-
-    def require(self, slots: Sequence[Slot]) -> None:
-        """Allocate `slots` as needed. Buffers that must grow are replaced, on the compute stream.
-        The old buffer is freed to the allocator. Its next user on the compute stream runs after
-        every reader of the buffer, and these readers ran after the copies into it."""
         for slot in slots:
             is_new = slot.index == len(self.buffers)  # slots are numbered from 0
             if not is_new and slot.size_bytes <= self.buffers[slot.index].numel():

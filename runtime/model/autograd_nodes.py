@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,7 @@ from megacompile.runtime.model.program import Program
 
 
 class Gate(torch.autograd.Function):
-    """Connects the parameters in `places` to a captured graph, whose `Call` computes their
-    gradients."""
+    """Connects the parameters in `places` to the `Call` that computes their gradients."""
 
     @staticmethod
     def forward(
@@ -49,14 +49,13 @@ def accumulate_nodes(token: torch.Tensor) -> list[object]:
     gate: Any = token.grad_fn
     while gate is not None:
         (before, _), *ends = gate.next_functions
-        found[:0] = [node for node, _ in ends]
+        found[:0] = map(itemgetter(0), ends)
         gate = before
     return found
 
 
 class CapturedNode(torch.autograd.Function):
-    """A captured graph, run by a `Call`. `positions` are those of the inputs that require grad;
-    parameters are inputs of the gates instead."""
+    """A captured graph, run by a `Call`; `positions`: its inputs that require grad."""
 
     @staticmethod
     def forward(
@@ -119,18 +118,13 @@ def warn_of_hooks(
 
 # Saved values that alias other memory, which may change in place before the backward runs.
 #
-# A saved value may alias a tensor outside of the program: an input (a batch, a buffer, any tensor
-# that the model reads), an output, or a constant of a stage's code. The version counter of that
-# tensor is recorded, as autograd does for saved tensors. The saved value's own counter is useless:
-# a view made by compiled code has a separate version counter.
-#
-# For inputs that the forward changes, the version from before the forward counts, so the forward's
-# own change is detected too. Another input may share a version counter with a changed input, as a
-# view of the same tensor, without sharing elements (inputs that share elements are views of one
-# base): its version is taken at the end of the forward. Copies (on the host, on a disk, or made
-# ahead of such a change) belong to the backward and stay valid whatever happens to the original. So
-# do values that the plain model's backward would not keep: a mask of which only a copy is used, or
-# the inputs of a recompute. They are copied if they are small.
+# A saved value may alias an input, an output, or a constant of a stage's code. The version counter
+# of that tensor is recorded, as autograd does for saved tensors; a view made by compiled code has a
+# separate one. Of inputs that the forward changes, the version from before the forward counts, so
+# its own change is detected too. Another input may share their counter without sharing elements, as
+# another view of one base: its version is taken at the end of the forward. Values that the plain
+# model's backward would not keep (a mask of which only a copy is used, the inputs of a recompute)
+# are copied if they are small.
 
 SMALL_BYTES = 2**20  # negligible in a memory plan
 
@@ -144,26 +138,12 @@ class Source(NamedTuple):
     names: frozenset[str]  # of the saved values in its memory
 
 
-class Readings(NamedTuple):
-    """The tensors that a forward reads and whose versions are recorded before it."""
-
-    inputs: dict[str, torch.Tensor]  # inputs that the forward changes in place
-    constants: Mapping[str, torch.Tensor]
-    versions: list[int]  # versions of the inputs, then of the constants
-
-    @classmethod
-    def of(
-        cls, inputs: Mapping[str, Any], constants: Mapping[str, torch.Tensor], names: Iterable[str]
-    ) -> Readings:
-        """Record versions before a forward, which changes the inputs `names` in place."""
-        found = {k: v for k in names if isinstance(v := inputs.get(k), torch.Tensor)}
-        return cls(found, constants, _versions([*found.values(), *constants.values()]))
-
-
 def shared(
     saved_values: dict[str, Any],
-    before: Readings,  # recorded before the forward
     inputs: Mapping[str, Any],  # of the forward
+    changed: Iterable[str],  # the inputs that it changes in place
+    constants: Mapping[str, torch.Tensor],  # in its code
+    before: Iterable[int],  # versions of these inputs and the constants, before the forward
     outputs: Iterable[Any],
     # saved values that the plain model's backward would not keep, so changes to them are allowed
     borrowed: Collection[str] = (),
@@ -173,21 +153,18 @@ def shared(
     Saved values that alias other tensors become separate tensor objects: autograd sets an output's
     grad_fn, and the node holds the saved values.
     """
-    saved = {k: value for k, value in saved_values.items() if isinstance(value, torch.Tensor)}
+    saved, unchanged = _tensors(saved_values), _tensors(inputs)
+    left, changing = _tensors(dict(enumerate(outputs))), {k: unchanged.pop(k) for k in changed}
     memories = dict(zip(saved, _memories(saved.values()), strict=True))
-    given = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-    left = [value for value in outputs if isinstance(value, torch.Tensor)]
-    unchanged = {name: value for name, value in given.items() if name not in before.inputs}
-    named = {**unchanged, **before.inputs}
-    every = [*named.values(), *before.constants.values(), *left]
-    places = _memories(every)
+    every = {**unchanged, **changing, **constants, **left}
+    places = _memories(every.values())
     met = {*memories.values()}.intersection(places)
     met.discard(0)  # tensors without elements
-    if not met and not before.constants:
+    if not met and not constants:
         return []
-    touched = met.intersection(_memories(before.inputs.values()))
+    touched = met.intersection(_memories(changing.values()))
     names_in: dict[int, set[str]] = {}  # names of saved values, by memory
-    themselves: set[str] = set()  # inputs that are saved without a copy
+    themselves = set(constants)  # and the inputs that are saved without a copy
     for name, memory in memories.items():
         if memory not in met:
             continue
@@ -196,23 +173,26 @@ def shared(
             saved_values[name] = value.detach().clone()
             continue
         saved_values[name] = value.detach()
-        if name in given:
+        if name in inputs:
             themselves.add(name)
         else:
             names_in.setdefault(memory, set()).add(name)
-    whats = [(f"input {name}", {name} & themselves) for name in named]
-    whats += [("a constant", {name}) for name in before.constants]
-    whats += [("an output", set())] * len(left)
-    versions = [*_versions(unchanged.values()), *before.versions, *_versions(left)]
+    found = [*versions(unchanged.values()), *before, *versions(left.values())]
     kept: list[Source] = []
-    for (what, own), tensor, version, memory in zip(whats, every, versions, places, strict=True):
-        if names := own | names_in.get(memory, set()):
-            tensor = tensor.detach() if what == "an output" else tensor  # without its graph
+    for (name, tensor), version, memory in zip(every.items(), found, places, strict=True):
+        if names := {name} & themselves | names_in.get(memory, set()):
+            what = f"input {name}" if name in inputs else "a constant"
+            if name in left:
+                what, tensor = "an output", tensor.detach()  # without its graph
             kept.append(Source(what, tensor, version, frozenset(names)))
     return kept
 
 
-def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+def _tensors(values: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def versions(tensors: Collection[torch.Tensor]) -> list[int]:
     """The version of each source; -1 in inference mode, which a backward refuses anyway."""
     if any(map(torch.Tensor.is_inference, tensors)):
         return [-1 if t.is_inference() else compat.version(t) for t in tensors]

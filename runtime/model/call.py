@@ -20,17 +20,10 @@ from megacompile.ir.capture import Variant
 from megacompile.ir.tensors import has_numbers
 from megacompile.progress import line
 from megacompile.runtime.device.pool import converted
-from megacompile.runtime.model.autograd_nodes import (
-    CapturedNode,
-    Gate,
-    Readings,
-    Source,
-    accumulate_nodes,
-    shared,
-    warn_of_hooks,
-)
+from megacompile.runtime.model import autograd_nodes
+from megacompile.runtime.model.autograd_nodes import CapturedNode, Gate, Source
 from megacompile.runtime.model.program import Program, first_line
-from megacompile.runtime.ops.compute import random_state, set_random_state
+from megacompile.runtime.ops.compute import random_numbers_of, random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import GradientRun
@@ -41,10 +34,8 @@ _ROOT = attrgetter("root")
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Call a program with a captured graph's inputs; returns the graph's outputs.
-
-    In-place changes of the graph are visible afterwards, to autograd too.
-    """
+    """Call a program with a captured graph's inputs; returns the graph's outputs. In-place changes
+    of the graph are visible afterwards, to autograd too."""
     call = Call(program, args)
     if program.differentiable:
         with torch.enable_grad():  # the graph itself may
@@ -116,7 +107,7 @@ class Call:
             token = torch.empty(0, device=self.machine.device)
             for group in [(place,) for place in self.places] if hooked else [self.places]:
                 token = compat.apply(Gate, self, group, token, *gradients.ends(group).params)
-            if not gradients.follow(self.places, accumulate_nodes(token)):
+            if not gradients.follow(self.places, autograd_nodes.accumulate_nodes(token)):
                 return token
             # otherwise create them again: new nodes may have other hooks
         return None
@@ -151,23 +142,18 @@ class Call:
         executor = self.program.executor(self.variant)
         if executor.is_left():
             executor = self.program.executor(replace(self.variant, reuse=True))
-        saves = executor.schedule.backward is not None
-        names, inputs = self.program.changed_names, self.inputs_by_name
-        before = Readings.of(inputs, executor.constants, names) if saves else None
-        outputs, self.saved_values = executor.forward(
-            {
-                name: value.detach() if isinstance(value, torch.Tensor) else value
-                for name, value in inputs.items()
-            }
-        )
-        if before is not None:
-            self.shared = shared(
-                self.saved_values,
-                before,
-                inputs,
-                outputs,
-                borrowed=executor.borrowed,
+        changed, constants = self.program.changed_names, executor.constants
+        inputs, given = self.inputs_by_name, dict(self.inputs_by_name)
+        before = autograd_nodes.versions([*map(inputs.get, changed), *constants.values()])
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                given[name] = value.detach()
+        outputs, saved = executor.forward(given)
+        if executor.schedule.backward is not None:
+            self.shared = autograd_nodes.shared(
+                saved, inputs, changed, constants, before, outputs, executor.borrowed
             )
+        self.saved_values = saved
         self.generation = self.machine.slots.generation
         return outputs
 
@@ -175,18 +161,16 @@ class Call:
     def backward(
         self, node: object, given: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        """Run the backward schedule on the outputs' gradients; returns the gradients of the other
-        inputs, by position. The gates return the gradients of parameters.
-        """
-        tangents = {
-            k: gradient
-            for k, gradient in zip(self.program.computed, given, strict=True)
-            if gradient is not None and k in self.program.differentiable
-        }
+        """Run the backward schedule on the outputs' gradients; returns the inputs' gradients, by
+        position. The gates return those of parameters."""
+        tangents = {}
+        for k, gradient in zip(self.program.computed, given, strict=True):
+            if gradient is not None and k in self.program.differentiable:
+                tangents[k] = gradient
         if not tangents:
             return {}
         if self.outputs:
-            warn_of_hooks(self.program, self.outputs, tangents)
+            autograd_nodes.warn_of_hooks(self.program, self.outputs, tangents)
         with self.machine.running:
             self._check(tuple(tangents))
             # consumers of the parameters' gradients in this backward, and other producers
@@ -196,13 +180,12 @@ class Call:
                     each.users = users_of(each, CapturedNode, Gate, Link)
                 if node in each.users.nodes:
                     found.append(each.users)
-            self.machine.run = run = GradientRun(
-                self.machine.gradients, self.places, found, observed=self.observed
-            )
+            gradients, show = self.machine.gradients, self.machine.progress
+            run = GradientRun(gradients, self.places, found, observed=self.observed)
+            self.machine.run = run
             is_later = self.program.ran_backward or self.machine.steps
-            what, show = "running the first backward", self.machine.progress
             try:
-                with nullcontext() if is_later else line(what, show):
+                with nullcontext() if is_later else line("running the first backward", show):
                     of_inputs = self._attempts(tangents)
                 of_params = run.for_autograd()
             finally:
@@ -224,8 +207,7 @@ class Call:
                 ran_out = first_line(error)  # drop the error: its frames hold memory
 
     def _start_again(self, ran_out: str) -> None:
-        """After a backward that ran out of device memory, repeat the forward with a plan that needs
-        less. Gradients that are already on the host stay as they are."""
+        """Repeat the forward with a plan that needs less; gradients on the host stay there."""
         program, run = self.program, self.machine.run
         self.saved_values = None
         why = ""
@@ -244,13 +226,9 @@ class Call:
         run.repeat()
         program.replan()
         program.plans.step_down(self.machine, ran_out, "the backward")
-        now = random_state(self.machine.device)
-        set_random_state(self.machine.device, self.random)
         self.variant = program.variant()
-        try:
+        with random_numbers_of(self.machine.device, self.random):
             self._compute()
-        finally:
-            set_random_state(self.machine.device, now)
 
     def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.saved_values is None:
@@ -265,8 +243,7 @@ class Call:
         executor = self._executor(tuple(tangents))
         device, pool = self.machine.device, self.machine.activations
         queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        named = executor.tangents
-        inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
+        inputs = {n: tangents[k] for k, n in executor.tangents.items() if k in tangents}
         elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
         for name in executor.backward_inputs:
             if name in saved_values:
@@ -293,22 +270,18 @@ class Call:
         if update:
             assert self.machine.in_backward is not None
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
-        start = run.start_update if update else run.start
-        accumulate = start(wanted.gradient_params)
+        accumulate = (run.start_update if update else run.start)(wanted.gradient_params)
         ranks = self.machine.ranks
         replicas = ranks is not None and ranks.replicas > 1
-        more = replicas and self.machine.more_backwards
-        if not update:
-            run.backward.last = not more
-        defers = not update and more and run.may_defer()  # a later backward sums over replicas
+        more = replicas and self.machine.more_backwards and not update
+        run.backward.last = not more
+        defers = more and run.may_defer()  # a later backward sums over replicas
         if replicas:
             run.note_sums(defers=defers)
         variant = replace(variant, accumulate=accumulate, update=update, defers=defers)
         executor = program.executor(variant)
         if update and self.machine.staging is not None:
-            self.machine.staging.reserve(
-                map(self.machine.buckets.__getitem__, wanted.gradient_params)
-            )
+            self.machine.staging.reserve([self.machine.buckets[k] for k in wanted.gradient_params])
         if not program.holds(self.values):
             raise self._refused(
                 "a backward for these outputs has no code for the sizes "
@@ -322,9 +295,9 @@ class Call:
 
     def _wanted(self, tangents: tuple[int, ...]) -> Executor:
         """Return the backward for these gradients: the forward's own if it guessed them."""
-        expected = tangents == self.variant.tangents
-        variant = self.variant if expected else Variant(tangents, keep_last=False)
-        return self.program.executor(variant)
+        if tangents == self.variant.tangents:
+            return self.program.executor(self.variant)
+        return self.program.executor(Variant(tangents, keep_last=False))
 
     def _updates(self) -> bool:
         """True if this backward updates its parameters. Raises BackwardError: a user wants a
@@ -373,10 +346,9 @@ class Call:
             )
         if list(map(compat.version, self._roots)) != self.param_versions:
             self._check_parameters(tangents)
-        changed = [each for each in self.shared if compat.version(each.tensor) != each.version]
-        needed = self._needed(tangents) if changed else set()
-        for source in changed:
-            if not needed.isdisjoint(source.names):
+        for source in self.shared:
+            changed = compat.version(source.tensor) != source.version
+            if changed and not self._needed(tangents).isdisjoint(source.names):
                 raise self._refused(
                     f"{source.what} of shape {tuple(source.tensor.shape)} was changed in place "
                     "since the forward, and the backward needs its old value; change a copy "

@@ -18,20 +18,9 @@ from torch import fx
 from megacompile import compat, garbage, log, notices, progress
 from megacompile.errors import DeviceMemoryError, MegacompileError, UnsupportedGraphError
 from megacompile.ir.capture import Ambient, Capture, GraphInput
+from megacompile.runtime.model import input_keys
 from megacompile.runtime.model.call import run
-from megacompile.runtime.model.input_keys import (
-    PLAIN,
-    PROGRAMS_AT_ONCE,
-    LastCall,
-    SymbolicInputs,
-    covers,
-    fetched,
-    input_of,
-    key_of,
-    symbolic_inputs,
-    taken_apart,
-    with_room,
-)
+from megacompile.runtime.model.input_keys import LastCall, SymbolicInputs
 from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.program import MovesFirst, Program
 from megacompile.runtime.params import shared_memory
@@ -56,8 +45,7 @@ MOST_SKIPPED = 255  # calls between two tries
 
 
 class Backoff:
-    """Skips calls after failures, for example of the attempts to capture one function or to
-    schedule one graph: none at first, then every second one, three of four, and so on."""
+    """Skips calls after failures: none at first, then every second one, three of four, ..."""
 
     def __init__(self) -> None:
         self.why_not = ""  # the last attempt failed
@@ -66,27 +54,23 @@ class Backoff:
 
     def is_due(self) -> bool:
         """True if the call that begins should be tried."""
-        if self._wait:
-            self._wait -= 1
-            return False
-        return True
+        self._wait -= 1
+        return self._wait < 0
 
     def skip(self, calls: int) -> None:
         """Skip this many calls before the next try, and between later ones."""
         self.skipped = self._wait = min(MOST_SKIPPED, calls)
 
     def failed(self, why: str) -> None:
-        """Record a failed attempt whose call then succeeded in eager mode; the third begins to skip
-        calls."""
+        """Record a failed attempt; the third begins to skip calls."""
         self.why_not = why
         self.failures += 1
         if self.failures >= 3:
             self.skip(2 * self.skipped + 1)
 
     def reset(self) -> None:
-        """Record a success after failures."""
-        self.failures = 0
-        self.skip(0)
+        """Record a success."""
+        self.failures = self.skipped = self._wait = 0
 
 
 class CapturedGraph:
@@ -132,11 +116,11 @@ class CapturedGraph:
         self.has_evicted = False  # programs were dropped; their code may be freed
         self.programs: dict[Hashable, Program | None] = {}
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
-        self._key = functools.partial(key_of, self.machine.place)
-        self._input = functools.partial(input_of, self.machine.place)
+        self._key = functools.partial(input_keys.key_of, self.machine.place)
+        self._input = functools.partial(input_keys.input_of, self.machine.place)
         self._called: dict[Hashable, None] = {}  # keys of programs, newest call last
         described = compat.described_inputs(module)
-        self.symbolic = () if described is None else symbolic_inputs(described)
+        self.symbolic = () if described is None else input_keys.symbolic_inputs(described)
         self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
         self.made = 0  # programs so far, including dropped ones
         self.why_made = _OTHER  # the newest one
@@ -147,26 +131,20 @@ class CapturedGraph:
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.plans is not self.buckets.plans or self.version != self.plans.version:
             self._follow_plans()
-        is_plain = PLAIN.issuperset(map(type, args))
-        given = whole = args if is_plain else fetched(args)
+        is_plain = input_keys.PLAIN.issuperset(map(type, args))
+        given = whole = args if is_plain else input_keys.fetched(args)
         if self.symbolic:
             whole = self.symbolic[0].plain(whole)
-        args = whole if is_plain else taken_apart(whole)
+        args = whole if is_plain else input_keys.taken_apart(whole)
         ambient = Ambient.current(self.machine.device)
         program = None
         for symbolic in self.symbolic:
             program = program or self._program_with_symbols(symbolic, ambient, args, whole)
         program = program or self._program(ambient, args, whole)
-        garbage.take_old_objects_in()
         if program is None:
             result: Sequence[Any] = self.module(*given)
             return result
         return run(program, args)
-
-    def is_stale(self) -> bool:
-        """True if its programs will be planned again."""
-        plans = self.buckets.plans
-        return self.plans is not plans or self.version != plans.version
 
     def _follow_plans(self) -> None:
         if self.plans is not self.buckets.plans:  # the buckets have a new layout
@@ -195,8 +173,9 @@ class CapturedGraph:
             program = self._build(ambient, args, whole)
             key = self._call_key(ambient, args, whole)  # the program knows which inputs are changed
             self._add(key, program)
+        self._called.pop(key, None)
+        self._called[key] = None
         program = self.programs[key]
-        self._note_call(key)
         if program is not None and not program.executors:
             self._plan(program)
         if args is whole:  # a call that has occurred twice: its program is found at once next time
@@ -206,20 +185,15 @@ class CapturedGraph:
                 self._last = last if last.is_usable else None
         return program
 
-    def _note_call(self, key: Hashable) -> None:
-        self._called.pop(key, None)
-        self._called[key] = None
-
     def _add(self, key: Hashable, program: Program | None) -> None:
         """Add a program; drops the least recently called ones if there are too many."""
         self.made += 1
         self.programs[key] = program
-        self._note_call(key)
-        over = len(self.programs) - self.most
-        if over > 0:
-            for old in list(self._called)[:over]:
-                del self._called[old]
-                self.programs.pop(old, None)
+        self._called[key] = None
+        while len(self.programs) > self.most:
+            old = next(iter(self._called))
+            del self._called[old]
+            self.programs.pop(old, None)
             self.has_evicted = True
 
     def _program_with_symbols(
@@ -239,8 +213,9 @@ class CapturedGraph:
             if not program.executors and program.holds(values):
                 self._plan(program)
             if program.serves(values):
-                self._note_call(key)
-                if not covers(program, values):
+                del self._called[key]
+                self._called[key] = None
+                if not input_keys.covers(program, values):
                     program = self._with_room(program, values, key)
                     self.has_evicted = True
                 return program
@@ -269,7 +244,7 @@ class CapturedGraph:
             self.why_made = log.own_code(self.name, f"other sizes need their own code: {broken}")
         key = (kind, self.made)
         keys.insert(0, key)
-        for old in keys[PROGRAMS_AT_ONCE:]:
+        for old in keys[input_keys.PROGRAMS_AT_ONCE :]:
             if old is not _REFUSED:
                 keys.remove(old)
                 self.programs.pop(old, None)
@@ -291,7 +266,7 @@ class CapturedGraph:
         slightly larger ones. It replaces the one of a key before it is planned, because buckets may
         have to move first. Raises DeviceMemoryError if nothing fits."""
         failed: DeviceMemoryError | None = None
-        for made in with_room(program, values):
+        for made in input_keys.with_room(program, values):
             if key is not None:
                 self.programs[key] = made
             try:
@@ -315,12 +290,9 @@ class CapturedGraph:
         return shared_memory.overlaps(args, self.changed, self.machine.homes())
 
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
-        def kinds() -> tuple[GraphInput, ...]:
-            return tuple(map(self._input, whole))
-
         try:
             with self._building():
-                program = self._divided(ambient, kinds)
+                program = self._divided(ambient, lambda: tuple(map(self._input, whole)))
                 self.changed |= program.changed
                 if self._overlaps(args):
                     raise UnsupportedGraphError(
@@ -337,23 +309,21 @@ class CapturedGraph:
                 f"numbers): {error}"
             )
             self._attempts.failed(str(error))
+            garbage.take_old_objects_in()
             return None
         self._attempts.reset()
         return program
 
     def _plan(self, program: Program, *, again: bool = False) -> None:
-        """Plan the schedule that will be needed, and lower it. With `again`, buckets may leave the
-        device, even if a plan for smaller inputs put them there. If nothing fits otherwise, they
-        may leave it in any case.
+        """Plan the schedule that will be needed, and lower it. With `again`, or if nothing fits
+        otherwise, buckets may leave the device, even if a plan for smaller inputs put them there.
 
         Raises DeviceMemoryError if nothing fits, and MovesFirst if buckets have to move: the plan
         needs it, and the call has done nothing yet that would be repeated; or nothing fits at their
         current placement.
         """
         with self._building():
-            if self.machine.coming():
-                progress.now("moving parameters to the host")
-                self.machine.await_parameters()  # a plan counts free memory
+            self.machine.await_parameters()  # a plan counts free memory
             may_move = not self.machine.pending and self.begins_call()
             lacking: DeviceMemoryError | None = None
             variant = program.variant()
@@ -367,14 +337,14 @@ class CapturedGraph:
             if program.tangents:
                 self.updates.parts.precompile(wanted.places.resident)
             now = self.plans.placement
-            if wanted != now and lacking is not None:
+            may_move = may_move and self.machine.may_move(wanted.moving(now))
+            if wanted != now and (may_move or lacking is not None):
                 raise MovesFirst(lacking)
-            if wanted != now and may_move and self.machine.may_move(wanted.moving(now)):
-                raise MovesFirst
             planned = program.plan(variant)
             if program.tangents:
                 self.updates.parts.preallocate(planned)
             program.executor(variant)
+            garbage.take_old_objects_in()  # the call goes on
 
     def _divided(self, ambient: Ambient, kinds: Callable[[], tuple[GraphInput, ...]]) -> Program:
         """A program for calls with these inputs: partitioned into stages, not scheduled yet."""

@@ -16,8 +16,10 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +41,7 @@ from megacompile.runtime.params.swap import Undos, undone
 from megacompile.runtime.step.step import Updates
 from megacompile.text import printable
 
+_MADE, _PROGRAMS = attrgetter("made"), attrgetter("programs")
 _LOADING_S = 1.0  # per call, to load code compiled in the background
 
 Compiled = Callable[..., Any]  # a function that `torch.compile` returned
@@ -47,23 +50,13 @@ _State = tuple[Any, tuple[int, ...]]  # of the random generators and the buffers
 
 
 class EagerBlocks(threading.local):
-    """The `megacompile.eager` blocks of one model that this thread is in."""
+    """The number of `megacompile.eager` blocks of one model that this thread is in."""
 
     depth = 0
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """Disable capture for this thread's calls inside the block."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
-
 
 class Captures:
-    """Owns the captured graphs of a model while it is megacompiled. The first graph called from the
-    code `entry` begins a call."""
+    """The captured graphs of a model. The first one called from the code `entry` begins a call."""
 
     def __init__(self, buckets: ModelBuckets, updates: Updates, entry: CodeType) -> None:
         self.buckets = buckets
@@ -88,7 +81,9 @@ class Captures:
 
     def current(self) -> list[CapturedGraph]:
         """The captured graphs whose programs ran last."""
-        return [graph for graph in self.graphs if not graph.is_stale()] or self.graphs
+        plans = self.buckets.plans
+        fresh = [g for g in self.graphs if g.plans is plans and g.version == plans.version]
+        return fresh or self.graphs
 
     def schedules(self) -> list[Schedule]:
         """The newest schedule of every program that has run, in the order of capture."""
@@ -100,8 +95,7 @@ class Captures:
         ]
 
     def call(self, run: Run, compiled: Compiled, modules: Sequence[nn.Module]) -> Any:
-        """Run a call; captures it if no earlier capture fits. Raises DeviceMemoryError if nothing
-        fits, or if the call cannot restart."""
+        """Run a call. Raises DeviceMemoryError if nothing fits, or if it cannot restart."""
         if compiled not in self._functions:
             self._functions[compiled] = Backoff(), Backoff()
         attempts, inferences = self._functions[compiled]
@@ -111,7 +105,7 @@ class Captures:
             with self.buckets.notice.asked_for():
                 return undone(functools.partial(run, compat.uncompiled(compiled)))
         before = random_state(self.machine.device), self._buffers(modules)
-        made, start_s = [graph.made for graph in self.graphs], time.perf_counter()
+        made, start_s = list(map(_MADE, self.graphs)), time.perf_counter()
         if made:
             code = self.buckets.plans.compiler.pipeline.to_come
             if code.is_ready() and not self.machine.pending:
@@ -125,7 +119,7 @@ class Captures:
             with line("capturing the model", self.buckets.options.progress):
                 result = self._until_done(run, compiled, attempts, before)
         if infers:
-            self._note_inference(inferences, sum(g.made for g in self.graphs) - sum(made))
+            self._note_inference(inferences, sum(map(_MADE, self.graphs)) - sum(made))
         return result
 
     def _note_inference(self, calls: Backoff, made: int) -> None:
@@ -159,10 +153,9 @@ class Captures:
         return (self.machine.assigned, *map(compat.version, buffers))
 
     def _note_made(self, compiled: Compiled, before: list[int], took_s: float) -> None:
-        """Record the duration of a call after the first, which may have captured; drop code that
-        no program uses any more. Warns once if half of the last 16 calls captured the model again,
-        or compiled code for other sizes, which takes seconds each time: Dynamo gives up only after
-        hundreds."""
+        """Record the duration of a call after the first; drop code that no program uses any more.
+        Warns once if half of the last 16 calls captured again, or compiled for other sizes, which
+        takes seconds each time: Dynamo gives up only after hundreds."""
         grown, evicted = None, False
         for graph, made in zip(self.graphs, before, strict=False):
             evicted = evicted or graph.has_evicted
@@ -253,7 +246,8 @@ class Captures:
 
     def warn_of_views(self) -> None:
         """Warn, at a step, of a view of a parameter that the last forward has kept, once."""
-        for program in (program for graph in self.graphs for program in graph.programs.values()):
+        programs = chain.from_iterable(map(dict.values, map(_PROGRAMS, self.graphs)))
+        for program in programs:
             for view, name in program.views if program is not None else ():
                 if view() is not None and notices.is_new("a view", self):
                     notices.warn(

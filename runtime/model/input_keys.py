@@ -1,22 +1,21 @@
 """The inputs of a captured graph: calls with equal keys may share a program.
 
-Building the keys of hundreds of inputs takes milliseconds of Python, and in training they are equal
-from step to step: only the batch differs. So a call is first compared with the last call
-(`LastCall`): parameters by identity, other tensors by torch's guards, in C.
+Building the keys of hundreds of inputs takes milliseconds of Python, and in training only the batch
+differs. So a call is first compared with the last call (`LastCall`): parameters by identity, other
+tensors by torch's guards, in C.
 
 Dynamo captures a graph with symbols once a size or a number has changed (`SymbolicInputs`). A
 program for such a graph serves every call of its *kind* (dtypes, devices, requires_grad,
-parameters) whose sizes its code is valid for. If code specialized on a size, other sizes get
-another program. Memory is planned for the largest call so far; a larger call is planned again, with
-the same code. Sizes are rounded up, so that lengths that grow by one do not each need a plan.
+parameters) whose sizes its code is valid for. Memory is planned for the largest call so far, with
+sizes rounded up; a larger call is planned again, with the same code.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter, is_, itemgetter
+from itertools import compress
+from operator import attrgetter, call, is_, itemgetter, ne
 from typing import Any
 from weakref import ref
 
@@ -39,7 +38,6 @@ from megacompile.ir.capture import (
 from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta, Values, is_size, kind_of
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.params.shared_memory import memory_of
 
 Place = Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
 _NUMBERS = (int, float, bool)
@@ -127,10 +125,9 @@ class LastCall:
         found = self._tensors_of(args)
         self._alike = compat.tensor_guards(found)
         self._at = list(map(torch.Tensor.data_ptr, found))
-        # the memory that the program changes: no other input may overlap it
         self._changed = [k in changed for k in tensors]
-        each = zip(found, self._changed, strict=True)
-        self._spans = sorted(memory_of(tensor) for tensor, is_changed in each if is_changed)
+        # the storages that the program changes: no other input may share them
+        self._homes = {t.untyped_storage().data_ptr() for t in compress(found, self._changed)}
         self.is_usable = len(proxies) + len(tensors) + len(numbers) == len(args) and not any(
             t.requires_grad or compat.is_of_transform(t) for t in found
         )
@@ -140,7 +137,7 @@ class LastCall:
         if len(args) != self._count or ambient != self._ambient or changed != self._all_changed:
             return False
         proxies = self._proxies_of(args)
-        if not all(map(is_, proxies, [proxy() for proxy in self._proxies])):
+        if not all(map(is_, proxies, map(call, self._proxies))):
             return False
         if list(map(_TRAINED, proxies)) != self._trained:
             return False
@@ -149,20 +146,14 @@ class LastCall:
         tensors = self._tensors_of(args)
         if not self._alike(tensors):
             return False
-        if not self._spans:
+        if not self._homes:
             return True
-        # inputs changed in place must have the same addresses, and no moved input overlap them
-        at = list(map(torch.Tensor.data_ptr, tensors))
-        if at == self._at:
-            return True
-        moved = [k for k, (now, then) in enumerate(zip(at, self._at, strict=True)) if now != then]
-        return not any(self._changed[k] or self._meets(tensors[k]) for k in moved)
-
-    def _meets(self, tensor: torch.Tensor) -> bool:
-        start, stop = memory_of(tensor)
-        k = bisect(self._spans, (start, stop))
-        before = k > 0 and self._spans[k - 1][1] > start
-        return before or (k < len(self._spans) and self._spans[k][0] < stop)
+        # inputs changed in place must not have moved, and no moved input share their memory
+        moved = map(ne, map(torch.Tensor.data_ptr, tensors), self._at)
+        for tensor, is_changed in compress(zip(tensors, self._changed, strict=True), moved):
+            if is_changed or tensor.untyped_storage().data_ptr() in self._homes:
+                return False
+        return True
 
 
 _TRAINED = attrgetter("param.requires_grad")

@@ -1,8 +1,7 @@
 """Training loops that save a model that ranks share in one rank: transformers' Trainer, Accelerate,
 and loops that wrap their model in a DistributedDataParallel.
 
-The first rank of such a loop saves `state_dict()`. With DTensors it would save only its own rows,
-and a model that loads them would silently take them for whole tensors.
+The first rank of such a loop saves `state_dict()`. With DTensors it would save only its own rows.
 
     make_whole   in every rank from then on: each call gathers, and all ranks must call it
     saving       for a block, in the rank that writes: all ranks gather when it begins
@@ -58,8 +57,7 @@ def _of_optimizer(optimizer: Optimizer, found: dict[str, Any]) -> Any:
 
 
 def whole_on_host(value: Any) -> Any:
-    """The full tensor of a DTensor, in host memory; any other value unchanged. All ranks call
-    this."""
+    """The full tensor of a DTensor, in host memory, a collective; any other value unchanged."""
     if not compat.is_sharded(value):
         return value
     mine = to_plain(value.detach())  # its guard has waited for work in flight

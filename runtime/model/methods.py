@@ -102,8 +102,7 @@ class HostApply(Replacement):
 
 
 class SharedSave(Replacement):
-    """Raises if nothing was gathered: loops call it in their first rank, which has only its own
-    rows."""
+    """Raises if nothing was gathered: loops call it in their first rank, which has its rows."""
 
     name = "save_pretrained"
 
@@ -119,8 +118,7 @@ class SharedSave(Replacement):
 
 
 def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
-    """Replace a model's methods; a copied or loaded model is a plain one. `shared`: ranks share
-    it."""
+    """Replace a model's methods; `shared`: of one that ranks share. Its copies are plain."""
     for kind in (HostApply, OwnCall, OwnCompile):
         setattr(model, kind.name, kind(model))
     if shared and hasattr(model, SharedSave.name):
@@ -198,8 +196,7 @@ class ModuleCall:
         self.compiled: dict[State, Callable[..., Any]] = {}  # made at the first call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None: a copied module has no `ModuleCall`, even if its class copies its own
-        `__dict__`."""
+        """Return None: a copied module has none, even if its class copies its own `__dict__`."""
         return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -27,15 +27,11 @@ from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import TRIM_BYTES, trim_heap
-from megacompile.runtime.model import sharding
+from megacompile.runtime.model import program, sharding
 from megacompile.runtime.model.ddp_checks import DdpChecks, refuse_moves
-from megacompile.runtime.model.program import (
-    Plans,
-    fills_later,
-    first_that_fit,
-    weights_on_disk,
-)
+from megacompile.runtime.model.program import Plans
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.guards import unguarded
@@ -46,13 +42,7 @@ from megacompile.runtime.params.proxies import (
     follow_parts,
     parts_of,
 )
-from megacompile.runtime.params.shared_memory import (
-    are_parts,
-    known_aliases,
-    moved_together,
-    warn_of_aliases,
-    with_aliases,
-)
+from megacompile.runtime.params.shared_memory import are_parts, moved_together, warn_of_aliases
 from megacompile.runtime.params.swap import Proxies, Undos, undone
 from megacompile.validate import check_model
 
@@ -78,7 +68,7 @@ class ModelBuckets:
         self.notice = EagerNotice(self.machine.links)
         self._noted: set[int] = set()  # the part of `notice.read` that the plans know
         self._keeps_gradients = options.plans and options.optimizer is None  # on the device
-        warn_of_aliases(model, known_aliases(model), self)
+        warn_of_aliases(model, shared_memory.known_aliases(model), self)
         if ranks is not None:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
@@ -108,13 +98,15 @@ class ModelBuckets:
         machine.buckets.clear()
         machine.trained.clear()  # their updates refer to old buckets
         if options.resident is not None:
-            resident = first_that_fit(units, named, options)
+            resident = program.first_that_fit(units, named, options)
         filling = None
         if not before:
-            stored = weights_on_disk(units, named, options, machine.disk, resident, new_bytes)
+            stored = program.weights_on_disk(
+                units, named, options, machine.disk, resident, new_bytes
+            )
             on_device = {id(param) for key in resident for param in params[key]}
             refuse_moves(self.model, on_device, options.device.type)
-            if contents is None and fills_later(named.values(), options.device):
+            if contents is None and program.fills_later(named.values(), options.device):
                 filling = options.device, Background("megacompile-parameters")
         places = Places.of(resident, params if machine.disk is not None else (), stored)
         if contents is not None:
@@ -171,8 +163,7 @@ class ModelBuckets:
         )
 
     def _make_proxies(self) -> None:
-        """Make the proxies last: if they fit the model, so does everything else, even after an
-        interrupt."""
+        """Make the proxies, last: if they fit the model, so does everything else."""
         self.ddp.checked = None  # parameters may have moved
         self.follow_leaves()
         self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
@@ -191,7 +182,7 @@ class ModelBuckets:
             self.ddp.warn_if_alone()
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
-        replaced = [bucket for bucket in self.machine.buckets.values() if bucket.is_replaced()]
+        replaced = list(filter(HostBucket.is_replaced, self.machine.buckets.values()))
         if replaced:
             params = [bucket.params[i] for bucket in replaced for i in bucket.replaced()]
             warn_of_aliases(self.model, are_parts(params), self)
@@ -206,11 +197,11 @@ class ModelBuckets:
         """Apply the plans' placement of buckets and states, unless a backward is pending."""
         if len(self.notice.read) > len(self._noted):
             self._note_fetches()
-        now = self.plans.placement
-        if self.plans.compiler.wants(now) == now or self.machine.pending:
+        now, wants = self.plans.placement, self.plans.compiler.chooser.wanted
+        if wants.placement(now) == now or self.machine.pending:
             return
         with self.alone:
-            wanted = self.plans.compiler.wants(now)
+            wanted = wants.placement(now)
             moving = wanted.moving(now)
             if self.machine.links and not self.proxies.are_in:
                 self._make_proxies()  # drops the links of an abandoned forward
@@ -235,8 +226,7 @@ class ModelBuckets:
 
     @torch.inference_mode(False)
     def _move(self, wanted: Placement) -> None:
-        """Moves the buckets, with their gradients, to the given placement; optimizer states move in
-        the next step."""
+        """Move the buckets, with their gradients; optimizer states move in the next step."""
         self.machine.slots.forget()  # frees memory for buckets that come to the device
         places = wanted.places
         first = places.weights_on_disk  # these free host memory
@@ -299,9 +289,8 @@ class ModelBuckets:
 
     def refresh(self, fits: bool, modules: Sequence[nn.Module]) -> None:
         """Bring the buckets up to date at the beginning of a call. `fits`: the modules have the
-        same parameters as at the last call. Raises ModelError if the model cannot be streamed as it
-        is now."""
-        if not fits or any([bucket.is_replaced() for bucket in self.machine.buckets.values()]):
+        same parameters as at the last call. Raises ModelError if the model cannot be streamed."""
+        if not fits or any(map(HostBucket.is_replaced, self.machine.buckets.values())):
             self._adopt(fits)
         if self.machine.gradients.outdated():
             self.machine.gradients.bind(self.machine.buckets)
@@ -317,8 +306,7 @@ class ModelBuckets:
         buffers_to(self.model, self.options.device, modules)
 
     def follow_plans(self) -> None:
-        """Move buckets to where the plans want them, unless something around the call forbids
-        it."""
+        """Move buckets to where the plans want them, unless code around the call forbids it."""
         ddp = compat.ddp_around()
         if ddp is not None:
             self.plans.note(stays=self.ddp.around(ddp))
@@ -367,7 +355,8 @@ class ModelBuckets:
         moved = [p for p in whole if compat.local(p).data_ptr() not in ours]
         known = {id(param) for bucket in buckets for param in bucket.params}
         warn_of_aliases(self.model, are_parts(p for p in moved if id(p) in known), self)
-        warn_of_aliases(self.model, with_aliases(p for p in moved if id(p) not in known), self)
+        new = shared_memory.with_aliases(p for p in moved if id(p) not in known)
+        warn_of_aliases(self.model, new, self)
         fits = fits and not self.machine.exchanged()
         # reallocate buckets whose old memory other code still references: code that temporarily
         # replaced `p.data` (with the average of an EMA) writes it back later
@@ -392,12 +381,11 @@ class ModelBuckets:
 
 def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Module] = ()) -> None:
     """Move a model's buffers to the device; `modules`: all of its modules, if known."""
-    places = [
-        (holder, name, buffer)
-        for holder in compat.holders(modules or compat.modules_of(model), "buffers")
-        for name, buffer in holder.items()
-        if buffer is not None and buffer.device != device
-    ]
+    places = []
+    for holder in compat.holders(modules or compat.modules_of(model), "buffers"):
+        for name, buffer in holder.items():
+            if buffer is not None and buffer.device != device:
+                places.append((holder, name, buffer))
     if not places:
         return
     stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer in several modules

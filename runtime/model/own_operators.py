@@ -7,13 +7,13 @@
     output.requires_grad_(True)     a hook that is not captured: the graph breaks at each caller
 
 Ours replace torch's where Dynamo has made a size or a rate a symbol, after two different values,
-and have torch's numbers: dropout draws the same ones and rounds the same way. Our product runs
-bitsandbytes' function itself, so tracing a stage sees its operations, once for each template.
+and have torch's bits. Our product runs bitsandbytes' function itself, so tracing a stage sees its
+operations, once for each template.
 
 transformers and PEFT register the hook on the embedding of a model with frozen weights. An addition
-of -0.0 replaces it, which changes no bit and whose sum requires grad too. transformers adds another
-one each time checkpoints are enabled again, as TRL does in every step. Consecutive hooks have the
-effect of one, so a call keeps one: Dynamo would recapture the model whenever their number changes.
+of -0.0 replaces it, which changes no bit and whose sum requires grad too. Of consecutive hooks a
+call keeps one: transformers adds another one each time checkpoints are enabled again, as TRL does
+in every step, and Dynamo would recapture the model whenever their number changes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,9 @@ def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) ->
     """Make Dynamo capture our functions and hooks until the undos run."""
     if _BITSANDBYTES in sys.modules:
         _replace_product(undos)
-    found = [
-        (hooks, key)
-        for hooks in compat.holders(modules, "forward_hooks")
-        for key, hook in hooks.items()
-        if _is_ours(hook)
-    ]
+    found = []
+    for hooks in compat.holders(modules, "forward_hooks"):
+        found += [(hooks, key) for key, hook in hooks.items() if _is_ours(hook)]
     if found:
         _replace_hooks(found, device, undos)
     _tell_dynamo()
@@ -54,12 +51,10 @@ def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) ->
 
 @functools.cache
 def _tell_dynamo() -> None:
-    def is_on() -> bool:
-        return bool(getattr(_HERE, "on", None))
-
+    is_on = functools.partial(getattr, _HERE, "on", None)
     compat.capture_symbolic_as(torch.nn.functional.dropout, dropout, is_on, of_sizes=False)
-    for stock, own in _SIZED.items():
-        compat.capture_symbolic_as(stock, own, is_on)
+    compat.capture_symbolic_as(torch.nn.functional.max_pool1d, max_pool1d, is_on)
+    compat.capture_symbolic_as(torch.linspace, linspace, is_on)
 
 
 # Functions that read a size as an int.
@@ -132,12 +127,6 @@ def _backward_dropout(context: Any, gradient: Tensor, of_drawn: Any) -> tuple[Te
     return torch.ops.megacompile.draw_dropout_backward(gradient, drawn, context.rate), None
 
 
-_SIZED: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.linspace: linspace,
-    torch.nn.functional.max_pool1d: max_pool1d,
-}
-
-
 def _define(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
 ) -> None:
@@ -198,8 +187,7 @@ _OURS: set[Callable[..., Any]] = set()
 
 @functools.cache
 def _product(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
-    """The replacement for `theirs`. It calls an operator that runs `theirs`, without a kernel:
-    tracing decomposes it."""
+    """The replacement for `theirs`: an operator that runs it, and that tracing decomposes."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *values: Any) -> Tensor:
         of_state = dict(zip(_OF_STATE, values, strict=False))
@@ -240,12 +228,11 @@ _NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transforme
 def _replace_hooks(
     found: list[tuple[dict[int, Any], int]], device: torch.device, undos: Undos
 ) -> None:
-    if len(found) > 1:
-        for hooks in {id(hooks): hooks for hooks, _ in found}.values():
-            _leave_out(hooks, undos)
-        found = [(hooks, key) for hooks, key in found if key in hooks]
+    for hooks in {id(hooks): hooks for hooks, _ in found}.values():
+        _leave_out(hooks, undos)
+    found = [(hooks, key) for hooks, key in found if key in hooks]
     holders, keys = map(list, zip(*found, strict=True))
-    theirs = [hooks[key] for hooks, key in found]
+    theirs = list(map(dict.__getitem__, holders, keys))
     replace(holders, keys, theirs, [_require_grad(device)] * len(found), undos)
 
 

@@ -208,14 +208,13 @@ class Program:
         # positions of the outputs that stages compute, each value once; and of the outputs among
         # these that require grad (also under `no_grad`, if the graph enables it)
         self.computed = computed_outputs(self.outputs)
-        metas = {k: self.outputs[k].meta["value"] for k in self.computed}
-        self.differentiable = frozenset(k for k, meta in metas.items() if meta.requires_grad)
-        changes = ops.nodes_of(self.stages.forward, ops.assign)
+        differentiable = [k for k in self.computed if self.outputs[k].meta["value"].requires_grad]
+        self.differentiable = frozenset(differentiable)
         self.inputs = inputs_of(self.stages.forward)  # name in the schedule -> position
         # the inputs that the forward changes in place
-        names = [str(node.args[0]) for node in changes]
-        self.changed_names = frozenset(names)
-        self.changed = frozenset(self.inputs[name] for name in names)
+        changes = ops.nodes_of(self.stages.forward, ops.assign)
+        self.changed_names = frozenset(str(node.args[0]) for node in changes)
+        self.changed = frozenset(map(self.inputs.__getitem__, self.changed_names))
         # inputs whose changes autograd records, and the outputs that are their new values
         first = len(self.outputs) - len(stages.recorded)
         self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]
@@ -223,13 +222,13 @@ class Program:
         given: list[GraphInput] = []
         for item in capture.inputs:
             given += item.parts if isinstance(item, PackedInput) else (item,)
-        params = [item for item in given if isinstance(item, ParamInput)]
-        trained = ((p.bucket.key, p.param) for p in params if p.requires_grad)
-        self.places: tuple[ParamId, ...] = tuple(dict.fromkeys(trained))  # of trained parameters
         # positions of parameters, of other tensors, and of symbols
         self.streamed = [k for k, item in enumerate(given) if isinstance(item, ParamInput)]
         self.tensors = [k for k, item in enumerate(given) if isinstance(item, TensorInput)]
         self.numbers = [k for k, item in enumerate(given) if isinstance(item, NumberInput)]
+        params = [item for item in given if isinstance(item, ParamInput) and item.requires_grad]
+        places = dict.fromkeys([(p.bucket.key, p.param) for p in params])
+        self.places: tuple[ParamId, ...] = tuple(places)  # of trained parameters
         self.executors: dict[Variant, Executor] = {}
         self._planned: dict[Variant, Schedule] = {}  # without code yet
         self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # -> symbols' positions
@@ -255,8 +254,7 @@ class Program:
         self._planned.clear()
 
     def variant(self, **changes: Any) -> Variant:
-        """The variant for the currently expected gradients. If backwards update, a backward without
-        an update is rare (`accumulate()`, `torch.autograd.grad`)."""
+        """The variant for the currently expected gradients."""
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
@@ -264,18 +262,16 @@ class Program:
         """Choose the plan of a variant; returns the wanted placement. With `again`, buckets may
         leave the device, even if a plan for smaller inputs put them there."""
         progress.now("planning the step")
+        planned = Planned(self.stages, self.capture, variant)
         with _stages_own_ambient():
-            plans = self.plans
-            return plans.compiler.choose(
-                Planned(self.stages, self.capture, variant), plans.placement, again=again
-            )
+            return self.plans.compiler.choose(planned, self.plans.placement, again=again)
 
     def plan(self, variant: Variant) -> Schedule:
         """Plan the schedule of a variant, to which `executor` then adds code."""
         progress.now("planning the step")
+        planned = Planned(self.stages, self.capture, variant)
         with _stages_own_ambient():
-            plans = self.plans
-            made = plans.compiler.plan(Planned(self.stages, self.capture, variant), plans.placement)
+            made = self.plans.compiler.plan(planned, self.plans.placement)
         self._planned[variant] = made
         return made
 

@@ -4,9 +4,8 @@
     full_parameters    whole on the device, for an inference engine next to it
     restore            for good: the model becomes a plain one again
 
-`released` moves resident buckets with gradients and states, back to the same placement. So
-schedules stay valid: nothing is captured, planned or compiled again. Per-call memory (slots,
-workspaces, activations) is freed, and the next call allocates it again.
+`released` moves resident buckets back to the same placement, so schedules stay valid. Per-call
+memory (slots, workspaces, activations) is freed, and the next call allocates it again.
 
 `restore` frees each bucket once its parameters have their own memory, so peak memory is one bucket
 more. An interrupt in between leaves a megacompiled model: its next call takes over the parameters
@@ -88,8 +87,8 @@ class Released:
                 self.depth += 1
 
     def end(self, *, failed: bool) -> None:
-        """Take the memory back at the end of a block. If an exception propagates (`failed`) and
-        memory is short, the next call takes it back."""
+        """Take the memory back at the end of a block; if it `failed` and memory is short, the next
+        call does."""
         with self.buckets.alone:
             self.depth -= 1
             if self.depth:
@@ -104,7 +103,6 @@ class Released:
         pending = self.buckets.machine.pending
         if pending:
             gc.collect()  # frees an unreferenced loss
-            _clear_queue()
         if pending:
             raise ModelError(
                 f"released(): a forward of {self._name} waits for its backward, whose tensors are "
@@ -144,8 +142,7 @@ class Released:
             )
 
     def _take(self) -> None:
-        """Move the buckets back. Raises DeviceMemoryError if memory is short; the rest may follow
-        later."""
+        """Move the buckets back. Raises DeviceMemoryError if memory is short."""
         ran_out = ""
         try:
             self._move(sorted(self.away), resident=True)
@@ -185,27 +182,12 @@ class Released:
                 buckets.moved()
 
 
-def _clear_queue() -> None:
-    """Drop the graph that a failed backward has left in torch's queue of this thread.
-
-    If a backward fails inside another one (a reentrant checkpoint), the queue holds the outer graph
-    until the next backward.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        one = torch.ones((), device="cpu", requires_grad=True)
-        (one * 1).backward()
-
-
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
 
 
 def hugging_face_names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter in the model's checkpoint, by its id; tied parameters share one
-    name.
-
-    As in TRL: without the prefixes of PEFT and checkpoint wrappers, and without PEFT's own
-    parameters.
-    """
+    """The name of each parameter in the model's checkpoint, by its id. As in TRL: without the
+    prefixes of PEFT and checkpoint wrappers, and without PEFT's own parameters."""
     prefix = getattr(model, "prefix", None)  # of a PeftModel: "lora_"
     adapter = prefix if isinstance(prefix, str) and hasattr(model, "peft_config") else None
     names = {}
@@ -250,11 +232,8 @@ def check(streamed: Any, model: nn.Module, names: Mapping[int, str]) -> None:
 
 
 def full_parameters(streamed: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters with these names (by parameter id), bucket by bucket, on the device.
-
-    A streamed bucket gets new memory, so that a tensor that the caller keeps is never overwritten.
-    A resident one is not copied.
-    """
+    """The parameters with these names (by id), bucket by bucket, on the device. A streamed
+    bucket gets new memory, which is never overwritten; a resident one is not copied."""
     streamed.updates.check()  # before the first yield
     device = streamed.options.device
     for bucket in streamed.machine.buckets.values():
@@ -312,8 +291,9 @@ def restore(streamed: Any, device: torch.device) -> None:
             else:
                 gathering.take(machine.buckets[key].params, _taken)
             del machine.buckets[key]
-        if gathering is not None:
-            gathering.take_rest()
+        if gathering is not None:  # parameters that were added since the last call
+            rest = [param for param in model.parameters() if compat.is_sharded(param)]
+            gathering.take(rest, lambda param: param.grad)
         buckets.follow_leaves()
         buffers_to(model, device)
         hooks.leave(streamed.updates, optimizers)

@@ -218,7 +218,6 @@ class Gathering:
 
     def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
         self.device = device
-        self._model = model
         self._ranks = ranks
         self._sites: dict[int, Sites] = {id(param): sites for param, sites in sites_of(model)}
         self.optimizers = optimizers_over(model)
@@ -244,11 +243,6 @@ class Gathering:
         for optimizer in self.optimizers:
             replace_params(optimizer, replaced, self._whole_state)
             free_states(optimizer, made)
-
-    def take_rest(self) -> None:
-        """Make the parameters whole that were added since the last call and are in no bucket."""
-        rest = [param for param in self._model.parameters() if compat.is_sharded(param)]
-        self.take(rest, lambda param: param.grad)
 
     def _whole_state(self, state: torch.Tensor, _: object) -> torch.Tensor:
         return self._whole(to_plain(state)) if compat.is_sharded(state) else state

@@ -12,7 +12,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.restore import Released
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import shared_memory
-from megacompile.runtime.params.guards import guard_of
+from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.looks import parameter_of
 from megacompile.runtime.params.proxies import StreamedParameter, as_gradient_of
 from megacompile.runtime.params.swap import (
@@ -92,8 +91,7 @@ class StreamedModel:
         LIVE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None: a copied model is a plain one, even if its class copies its own
-        `__dict__`."""
+        """Return None: a copied model is a plain one, even if its class copies its `__dict__`."""
         return type(None), ()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +107,7 @@ class StreamedModel:
         kwargs: dict[str, Any],
         undos: Undos,
     ) -> Any:
-        """Call the model, or a module in it, which has its captures for each state of its classes'
-        methods in `compiled`."""
+        """Call the model, or a module in it; `compiled`: captures, by the state of its methods."""
         hold(self.buckets.alone, undos)
         undos.append(self.buckets.notice.forget)
         if self.released.depth or self.released.away:
@@ -184,21 +181,16 @@ class StreamedModel:
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The proxy of a parameter in a call, if a functional call passes this tensor."""
-        guard = guard_of(tensor)
-        if guard is not None:  # a parameter of another model
-            guard.open(tensor)
-        proxy = self.buckets.proxies.of(tensor)
+        proxy = self.buckets.proxies.of(opened(tensor))  # it may be a parameter of another model
         result: torch.Tensor = self._to_device(tensor) if proxy is None else proxy
         return result
 
     def _is_in_a_call(self) -> bool:
         """True if the model calls itself; then its parameters are proxies as intended."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is StreamedModel._run.__code__ and frame.f_locals["self"] is self:
-                return True
+        code, frame = StreamedModel._run.__code__, sys._getframe(1).f_back
+        while frame and not (frame.f_code is code and frame.f_locals["self"] is self):
             frame = frame.f_back
-        return False
+        return frame is not None
 
     def refuse_in_use(self, caller: str, *, in_backward: bool = True) -> None:
         """Raise during a call of this model in this thread, or during a backward."""
@@ -238,7 +230,8 @@ class StreamedModel:
         """Adopt changes; returns the tensors of a functional call."""
         use_unguarded(undos)
         with compat.outside_inference_mode(), compat.on_host():
-            refuse_nested(self.model, modules)
+            if StreamedModel in map(type, map(compat.compiled_call, modules[1:])):
+                refuse_nested(self.model)
             buckets = self.buckets
             stand_ins = None
             fits = buckets.proxies.fits(self.model, modules)
@@ -258,9 +251,8 @@ class StreamedModel:
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
         """An input on the device, in the dtype of the computation; the same object if it is."""
         dtype = self.options.compute_dtype if value.dtype == torch.float32 else None
-        cast = value if dtype is None else value.to(dtype)
-        moved = cast if cast.device == self.options.device else cast.to(self.options.device)
-        return compat.keep_dynamic_marks(value, moved)
+        cast = value.to(dtype or value.dtype)
+        return compat.keep_dynamic_marks(value, cast.to(self.options.device))
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: adds a captured graph."""
@@ -270,12 +262,8 @@ class StreamedModel:
         return _weakly(self.captures.add(module).__call__)
 
 
-def refuse_nested(model: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """Raise a ModelError if a submodule is megacompiled too: a parameter has one owner. The model
-    is the first of `modules`."""
-    calls = list(map(compat.compiled_call, modules[1:]))
-    if StreamedModel not in set(map(type, calls)):
-        return
+def refuse_nested(model: nn.Module) -> None:
+    """Raise a ModelError if a submodule is megacompiled too: a parameter has one owner."""
     for name, module in model.named_modules():
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):
             raise ModelError(
@@ -362,8 +350,7 @@ def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
 
 
 def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
-    """The streamed model that owns the parameters of a submodule. Raises a ModelError if there is
-    none."""
+    """The streamed model that owns a submodule's parameters. Raises a ModelError: there is none."""
     found = compat.compiled_call(module)
     if isinstance(found, StreamedModel):
         return found

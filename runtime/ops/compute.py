@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megacompile.runtime.updates.on_device import Sources, UpdateBuffers
 from megacompile.runtime.updates.update import ParamUpdate, untimed, update_residents
 
 Random = tuple[torch.Tensor, ...]
+_VALUE, _EVENT = attrgetter("value"), attrgetter("event")  # of a handle
 
 
 def random_state(device: torch.device) -> Random:
@@ -36,6 +38,17 @@ def set_random_state(device: torch.device, state: Random) -> None:
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
+
+
+@contextmanager
+def random_numbers_of(device: torch.device, state: Random) -> Iterator[None]:
+    """Repeat the random draws from a recorded state."""
+    now = random_state(device)
+    set_random_state(device, state)
+    try:
+        yield
+    finally:
+        set_random_state(device, now)
 
 
 class ComputeOps(OpGroup):
@@ -85,36 +98,26 @@ class ComputeOps(OpGroup):
         return functools.partial(self.replays[code], function)
 
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
-        template = stage.traced
+        template, device = stage.traced, self.machine.device
         code = template.code[Code.RECOMPUTE]
         skip = stage.result_count if template.random else 0
 
         def run() -> Sequence[Any]:
             primals = _primals(stage, weights, args)
-            with nullcontext() if rng is None else self._random_numbers_of(rng):
-                return code([primals[i] for i in template.recompute_primals])[skip:]
+            with nullcontext() if rng is None else random_numbers_of(device, rng.value):
+                return code(list(map(primals.__getitem__, template.recompute_primals)))[skip:]
 
         return self._issue_many((weights, args), run)
 
     def rerun(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
-        code = stage.traced.code[Code.FORWARD]
+        code, device = stage.traced.code[Code.FORWARD], self.machine.device
         count = len(stage.outputs)
 
         def run() -> Sequence[Any]:
-            with nullcontext() if rng is None else self._random_numbers_of(rng):
+            with nullcontext() if rng is None else random_numbers_of(device, rng.value):
                 return code(_primals(stage, weights, args))[:count]
 
         return self._issue_many((weights, args), run)
-
-    @contextmanager
-    def _random_numbers_of(self, rng: Any) -> Iterator[None]:
-        """Repeat the random draws from a recorded state."""
-        now = random_state(self.machine.device)
-        set_random_state(self.machine.device, rng.value)
-        try:
-            yield
-        finally:
-            set_random_state(self.machine.device, now)
 
     def backward(
         self,
@@ -129,13 +132,13 @@ class ComputeOps(OpGroup):
         template, of_args = stage.traced, stage.partial_args
 
         def run() -> Sequence[Any]:
-            groups: dict[int, Group] = dict(handle.value for handle in partial_gradients[of_args:])
+            groups: dict[int, Group] = dict(map(_VALUE, partial_gradients[of_args:]))
             primals = _primals(stage, weights, args)
             inputs = [
                 saved[item.index].value if isinstance(item, SavedRef) else primals[item]
                 for item in template.backward_inputs
             ]
-            flows = [tangent.value for tangent in tangents]
+            flows = list(map(_VALUE, tangents))
             flowing = iter(partial_gradients[:of_args])
             for i in template.partial_gradients:
                 ref = stage.primals[i]
@@ -144,10 +147,10 @@ class ComputeOps(OpGroup):
                 else:
                     flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
             inputs += _conformed(template, primals, flows)
+            inputs += map(_VALUE, live)
             looks = self.machine.detect_anomaly or (
                 torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
             )
-            inputs += [handle.value for handle in live]
             kind = Code.BACKWARD
             code = self._replayed(stage, kind) if self.captures else template.code[kind]
             found = code(inputs)
@@ -159,8 +162,7 @@ class ComputeOps(OpGroup):
 
     @staticmethod
     def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
-        """The gradients of args, then per bucket (key, {parameter: gradient}), then the tensors
-        that the backward writes."""
+        """Gradients of args; per bucket (key, {parameter: gradient}); tensors that it writes."""
         of_args: list[Any] = []
         merged = {bucket.key: dict(groups.get(bucket.key, {})) for bucket in stage.gradient_buckets}
         for place, gradient in zip(stage.gradient_places, found, strict=False):
@@ -174,8 +176,7 @@ class ComputeOps(OpGroup):
 
 
 def _replay_options(stage: Stage, code: Code) -> dict[str, Any]:
-    """Options of a `Replay`. Parameters and the saved tensors of a captured forward stay in
-    place."""
+    """Options of a `Replay`. Parameters and a captured forward's saved tensors stay in place."""
     params = {i for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)}
     if code is not Code.BACKWARD:
         outputs = range(len(stage.outputs))
@@ -196,34 +197,29 @@ def _check_finite(
     stage. Under `torch.autograd.detect_anomaly()` only NaN is an error, as in torch: a
     GradScaler expects occasional infs. The check reads values: the host waits for the device
     after each stage."""
-
-    places = [
-        k
-        for k, x in enumerate(found)
-        if x is not None and (x.is_floating_point() or x.is_complex())
-        if x.isnan().any() or (inf and x.isinf().any())
-    ]
-    if not places:
-        return
     names = []
-    for ref, meta in ((stage.primals[i], stage.metas[i]) for i in stage.traced.gradients):
-        if isinstance(ref, ArgRef):
-            names.append(f"input {ref.index} of shape {meta.shape}")
-        else:
-            names.append(f"parameter {stage.buckets[ref.bucket].params[ref.param].name!r}")
-    of = ", ".join(names[k] for k in places)
-    raise AnomalyError(
-        f"backward of stage {stage.name!r} ({stage.index}B): {'NaN or inf' if inf else 'NaN'} in "
-        f"the gradient of {of}; no later stage has it, so it arises in this one, in its forward, "
-        "or in the code after the model; leave out detect_anomaly to continue regardless"
-    )
+    for i, x in zip(stage.traced.gradients, found, strict=False):
+        if x is None or not (x.is_floating_point() or x.is_complex()):
+            continue
+        if x.isnan().any() or (inf and x.isinf().any()):
+            ref = stage.primals[i]
+            if isinstance(ref, ArgRef):
+                names.append(f"input {ref.index} of shape {stage.metas[i].shape}")
+            else:
+                names.append(f"parameter {stage.buckets[ref.bucket].params[ref.param].name!r}")
+    if names:
+        raise AnomalyError(
+            f"backward of stage {stage.name!r} ({stage.index}B): {'NaN or inf' if inf else 'NaN'} "
+            f"in the gradient of {', '.join(names)}; no later stage has it, so it arises in this "
+            "one, in its forward, or in the code after the model; leave out detect_anomaly to "
+            "continue regardless"
+        )
 
 
 def _conformed(
     template: Template, primals: Sequence[Any], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Incoming gradients in the strides and dtypes that the backward was traced with; the user's
-    may differ."""
+    """The user's gradients in the strides and dtypes that the backward was traced with."""
     strides = None  # None: those of the metas
     if template.tangent_strides is not None:
         strides = template.tangent_strides(*(primals[i] for i in template.numbers))
@@ -259,7 +255,7 @@ class UpdateOps(OpGroup):
         part = self.parts.get(bucket.key)
         if part is None:
             return Handle(None, Stream.HOST)
-        events = [handle.event for handle in handles(after) if handle.event is not None]
+        events = list(filter(None, map(_EVENT, handles(after))))
         staging, updates = self.machine.staging, self.machine.host_updates
         if staging is None:
             made = updates.start(part, events, self.recording)

@@ -36,6 +36,8 @@ from megacompile.runtime.params.swap import Undos, hold, undone
 from megacompile.runtime.updates.update import BucketUpdate, UpdatePlace
 from megacompile.views import python
 
+_PLACE = operator.attrgetter("place")
+
 
 class BoundOps(StreamingOps, ComputeOps, UpdateOps):
     """The ops of one graph of a schedule, bound to a machine."""
@@ -83,15 +85,6 @@ class Executor:
         self._recorded: dict[str, Callable[[list[Any]], Any]] = {}  # built at first use
         self._tuned = False  # True after the first backward, which tunes kernels
 
-    def _function(self, name: str) -> Callable[[list[Any]], Any]:
-        """A graph's code; with recording ops while a trace or a profiler is on."""
-        bound = self._bound[name]
-        if bound.recording is None and not compat.profiler_enabled():
-            return self._run[name]
-        if name not in self._recorded:
-            self._recorded[name] = self._compile(name, recorded)
-        return self._recorded[name]
-
     def _compile(
         self, name: str, bind: Callable[[BoundOps, ops.Op], Callable[..., Any]] | None = None
     ) -> Callable[[list[Any]], Any]:
@@ -110,8 +103,7 @@ class Executor:
 
     @functools.cached_property
     def read_in_backward(self) -> frozenset[ParamId]:
-        """The parameters that the backward reads, and the parameters that it leaves on the
-        device."""
+        """The parameters that the backward reads, and those that it leaves on the device."""
         backward, plan = self.schedule.backward, self.schedule.plan
         read = set() if backward is None else set(_read(backward))
         left = [b for b in self.schedule.buckets if b.key in plan.device_update]
@@ -148,7 +140,8 @@ class Executor:
     def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Run the backward; returns the gradients of graph inputs, by the placeholder's name."""
         found, left, _ = self._call("backward", inputs)
-        self._leave(left)
+        if self._left:
+            self._leave(left)
         if not self._tuned:
             compat.release_pinned_cache(self.machine.device)
             self._tuned = True
@@ -170,8 +163,8 @@ class Executor:
         given = dict(zip(self.schedule.left, values, strict=True))
         bound = self._bound["update"]
         bound.in_step, bound.parts, bound.residents = True, parts, []
-        places = [part.place for part in parts.values()]
-        bound.resident_parts = places.count(UpdatePlace.RESIDENT)
+        places = map(_PLACE, parts.values())
+        bound.resident_parts = operator.countOf(places, UpdatePlace.RESIDENT)
         try:
             with self.machine.streams.run():
                 self._run_graph("update", given)
@@ -199,7 +192,6 @@ class Executor:
         running, ranks = machine.streams.run(), machine.ranks
         agreed = nullcontext() if ranks is None else ranks.agreement.run(self._collectives[name])
         with agreed, running, torch.no_grad(), quiet, compat.on_host():
-            machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
             if self._stay_from is not None:
                 machine.slots.stay_from = self._stay_from
@@ -224,8 +216,13 @@ class Executor:
         tracer = machine.tracer
         bound.recording = None if tracer is None else tracer.run(self.schedule, name)
         bound.to_write.clear()  # of a run that failed
+        function = self._run[name]
+        if bound.recording is not None or compat.profiler_enabled():
+            if name not in self._recorded:
+                self._recorded[name] = self._compile(name, recorded)
+            function = self._recorded[name]
         try:
-            results = self._function(name)(taken)
+            results = function(taken)
             if bound.to_write:
                 bound.write_assigned()
             return results
@@ -270,11 +267,10 @@ def _constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
 def _alone(outputs: Sequence[Any]) -> list[Any]:
     """The outputs as base tensors instead of views, except outputs that share memory: autograd
     forbids in-place changes of one of several outputs that are views."""
-    memory = {
-        id(value): value.untyped_storage().data_ptr()
-        for value in outputs
-        if isinstance(value, torch.Tensor)
-    }
+    memory: dict[int, int] = {}
+    for value in outputs:
+        if isinstance(value, torch.Tensor):
+            memory[id(value)] = value.untyped_storage().data_ptr()
     users = Counter(memory.values())
     return [v.detach() if users[memory.get(id(v), -1)] == 1 else v for v in outputs]
 

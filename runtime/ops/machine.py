@@ -8,11 +8,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from megacompile import compat, numa
+from megacompile import compat, numa, progress
 from megacompile.cost.rank_rates import host_of_rank
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
@@ -126,14 +127,11 @@ class Machine:
         state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
         return self.accumulating or (state is not None and not state().sync_gradients)
 
-    def coming(self) -> list[HostBucket]:
-        """The buckets whose parameters may still be on their way."""
-        return [b for b in self.buckets.values() if isinstance(b.pending.in_flight, Fill)]
-
     def await_parameters(self) -> None:
         """Wait until all parameters are in their buckets; their old memory is free then."""
-        coming = self.coming()
+        coming = [b for b in self.buckets.values() if isinstance(b.pending.in_flight, Fill)]
         for bucket in coming:
+            progress.now("moving parameters to the host")
             bucket.pending.wait()
         if coming and self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -171,8 +169,8 @@ class Machine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.device_update.wait_for_copies()
-        for entry in self.take_deferred():
-            entry.forget()
+        while self.deferred:
+            self.deferred.pop().forget()
         self.alive.clear()
         self.forget_graphs()
         self.slots.forget()
@@ -182,18 +180,14 @@ class Machine:
     ) -> None:
         """Keep memory of the current stream until a copy from it is done; then `forget` is called.
         If no forward drains it, a later `defer_free` frees it."""
-        for entry in self.take_deferred():
+        taken, self.deferred = self.deferred, []
+        for entry in taken:
             if entry.copied.query():
                 entry.forget()
             else:
                 self.deferred.append(entry)
         owner = torch.cuda.current_stream(self.device)
         self.deferred.append(Deferred(value, copied, owner, forget))
-
-    def take_deferred(self) -> list[Deferred]:
-        """Take all deferred memory: the caller waits for the copies and frees it."""
-        taken, self.deferred = self.deferred, []
-        return taken
 
     def exchanged(self) -> bool:
         """True if a parameter's data is now another parameter's old memory, as after `p.data,
@@ -226,6 +220,10 @@ class OpGroup:
         # tensors, their new values, and whether to bump the version counter
         self.to_write: list[tuple[Handle, Handle, bool]] = []
         self.residents: list[tuple[BucketUpdate, Any]] = []  # updates so far, and their `after`
+        # of a machine without them, no schedule has ops that use them
+        self._ranks = cast(Ranks, machine.ranks)
+        self._staging = cast(Staging, machine.staging)
+        self._in_backward = cast(InBackward, machine.in_backward)
 
     def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
         if self.recording is not None:
@@ -233,18 +231,6 @@ class OpGroup:
         if self.to_write:
             self.write_assigned()
         return self.machine.streams.issue(stream, handles(waits), work)
-
-    @property
-    def _ranks(self) -> Ranks:
-        ranks = self.machine.ranks
-        assert ranks is not None, "a schedule of several ranks, and no mesh"
-        return ranks
-
-    @property
-    def _in_backward(self) -> InBackward:
-        updates = self.machine.in_backward
-        assert updates is not None, "a schedule with updates, and no optimizer"
-        return updates
 
     def _note(self, request: Request) -> None:
         """Record the times of a read or a write in a trace."""
@@ -254,8 +240,7 @@ class OpGroup:
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
         whole = self._issue(Stream.COMPUTE, waits, work)
-        event = whole.event
-        return tuple([Handle(value, Stream.COMPUTE, event) for value in whole.value])
+        return tuple(map(Handle, whole.value, repeat(Stream.COMPUTE), repeat(whole.event)))
 
     def write_assigned(self) -> None:
         """Write the collected new values in a few launches."""
@@ -286,7 +271,7 @@ class OpGroup:
 
     def drain(self) -> Handle:
         machine = self.machine
-        deferred = machine.take_deferred()
+        deferred, machine.deferred = machine.deferred, []
         machine.device_update.wait_for_copies()
         copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
         taken = tuple(handle for _, handle in machine.alive)  # prefetches of new weights

@@ -3,8 +3,8 @@ states and parameters between a disk and host memory, and saved tensors to the h
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.disk import Request
 from megacompile.runtime.ops.machine import Group, OpGroup, handles, nothing
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.staging import BucketLease, Staging
+from megacompile.runtime.updates.staging import BucketLease
 from megacompile.runtime.updates.update import flat
 
 
@@ -62,8 +62,7 @@ class StreamingOps(OpGroup):
     def _copied(
         self, host: HostBucket, after: tuple[Any, ...], copy: Callable[[Group], Any]
     ) -> Handle:
-        """Copy a bucket into a slot; from its new values on the device, if its update left all of
-        them there."""
+        """Copy a bucket into a slot, from the device if its update left all new values there."""
         fresh: Group = {}
         work, waits = host.pending.in_flight, handles(after)
         if work is not None and len(work.fresh) == len(host.values):
@@ -71,14 +70,13 @@ class StreamingOps(OpGroup):
             # The update ran on the compute stream, and every prefetch waits for `begin` or a later
             # op of that stream, so it needs no token, which stands for the copy to the host.
             waits = [handle for handle in waits if handle.value is not work]
-        copied = self._issue(Stream.H2D, waits, functools.partial(copy, fresh))
+        copied = self._issue(Stream.H2D, waits, partial(copy, fresh))
         if fresh:
             self.machine.alive.append((fresh, copied))
         return copied
 
     def _from_disk(self, bucket: Bucket, slot: Slot, after: tuple[Any, ...]) -> Handle:
-        """Copy from the buffer that its `read_weights` has filled; the buffer is free after the
-        copy."""
+        """Copy from the buffer that its `read_weights` has filled, and release that."""
         machine, queue = self.machine, self.machine.streams.copies(Stream.H2D)
         taken = next(h.value for h in handles(after) if isinstance(h.value, BucketLease))
 
@@ -100,8 +98,8 @@ class StreamingOps(OpGroup):
         return self._issue(Stream.COMM, (shard,), gather)
 
     def reuse(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
-        slots = self.machine.slots
-        return self._issue(Stream.COMPUTE, (after,), lambda: slots.weights(slot, bucket))
+        weights = partial(self.machine.slots.weights, slot, bucket)
+        return self._issue(Stream.COMPUTE, (after,), weights)
 
     def resident(self, bucket: Bucket) -> Handle:
         host = self.machine.buckets[bucket.key]
@@ -239,11 +237,6 @@ class StreamingOps(OpGroup):
 
     # Data on a disk, and saved tensors on the host.
 
-    @property
-    def _staging(self) -> Staging:
-        assert self.machine.staging is not None, "a schedule with a disk, on a machine without"
-        return self.machine.staging
-
     def read_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         if self.in_step and bucket.key not in self.parts:
             return Handle(None, Stream.READ)
@@ -256,17 +249,34 @@ class StreamingOps(OpGroup):
         return Handle(lease, Stream.READ, host=lease)
 
     def write_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        return self._write(bucket, after, weights=False)
+
+    def write_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        return self._write(bucket, after, weights=True)
+
+    def _write(self, bucket: Bucket, after: tuple[Any, ...], *, weights: bool) -> Handle:
+        """Begin a write of new values, which `update_host` makes for updates on the host."""
         staging, host = self._staging, self.machine.buckets[bucket.key]
-        staged = staging.states.of(host)
-        if staged is None:
+        lease = (staging.updates if weights else staging.states).of(host)
+        if lease is None:
             return Handle(None, Stream.WRITE)
-        if staged.write is None:  # otherwise `update_host` has made the write
-            what = f"{bucket.label}WRITE_STATE of {host.layout.name!r}"
-            before = _after(handle.event for handle in handles(after))
-            written = staging.write(staged, None, what, host.pending.in_flight, before)
-            params, visible = self._in_backward.running[bucket.key], self._in_backward.visible(host)
-            host.pending.start(written, list(params), visible)
-        return self._write(host, staged)
+        if lease.write is None:
+            params, first = list(self._in_backward.running[bucket.key]), host.pending.in_flight
+            visible = [] if weights else self._in_backward.visible(host)
+            ends = [handle.event for handle in handles(after)]
+            if weights and first is not None:
+                end = first.last_write(Part.WEIGHTS)
+                if end is not None and end.event is not None:  # weights are copied before states
+                    ends = [end.event]
+            kind = "WRITE_WEIGHTS" if weights else "WRITE_STATE"
+            what, before = f"{bucket.label}{kind} of {host.layout.name!r}", partial(_await, ends)
+            written = staging.write(lease, params if weights else None, what, first, before)
+            host.pending.start(written, params, visible)
+        request = lease.write
+        assert request is not None
+        self._note(request)
+        request.begin()
+        return Handle(None, Stream.WRITE, host=host.pending)
 
     def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         host = self.machine.buckets[bucket.key]
@@ -285,29 +295,6 @@ class StreamingOps(OpGroup):
         lease = self._staging.read(host, params, handles(after), what)
         self._note(lease.read)
         return Handle(lease, Stream.READ, host=lease)
-
-    def write_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
-        staging, host = self._staging, self.machine.buckets[bucket.key]
-        lease = staging.updates.of(host)
-        if lease is None:
-            return Handle(None, Stream.WRITE)
-        if lease.write is None:  # otherwise `update_host` has made the write
-            first = host.pending.in_flight
-            end = None if first is None else first.last_write(Part.WEIGHTS)
-            there = None if end is None else end.event  # weights are copied before states
-            ends = [handle.event for handle in handles(after)] if there is None else [there]
-            params = list(self._in_backward.running[bucket.key])
-            what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
-            written = staging.write(lease, params, what, first, _after(ends))
-            host.pending.start(written, params, ())
-        return self._write(host, lease)
-
-    def _write(self, host: HostBucket, lease: BucketLease) -> Handle:
-        request = lease.write
-        assert request is not None
-        self._note(request)
-        request.begin()
-        return Handle(None, Stream.WRITE, host=host.pending)
 
     def offload_saved(self, stage: Stage, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
         del stage
@@ -348,12 +335,8 @@ class StreamingOps(OpGroup):
         )
 
 
-def _after(events: Iterable[torch.cuda.Event | None]) -> Callable[[], None]:
-    """A function that waits for these events on the host, for the thread that writes."""
-    waits = [event for event in events if event is not None]
-
-    def wait() -> None:
-        for event in waits:
+def _await(events: Iterable[torch.cuda.Event | None]) -> None:
+    """Wait on the host, in the thread that writes."""
+    for event in events:
+        if event is not None:
             event.synchronize()
-
-    return wait

@@ -223,21 +223,22 @@ class BackwardPass:
         gradients are guarded, and the first reader waits.
         """
         records, taken, updated, settled = self.records, list[ParamId](), list[ParamId](), True
+        norms = list(self.norms.values())
         for place, record in records.items():
             if record.in_bucket:
                 taken.append(place)
                 settled = settled and record.before is None
             if record.updated:
                 updated.append(place)
+                norms += filter(None, [record.norms])
         in_place = self._in_place(taken)
         lazy = self._lazy(in_place) if self.norms else set[int]()
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
-        norms = filter(None, (records[place].norms for place in updated))
         # guards hold norms, not gradients, whose memory the next gradients reuse
         rows: Rows = Norms.rows
         if self.ranks is not None:
-            rows = over_ranks(self.ranks, [*self.norms.values(), *norms])
+            rows = over_ranks(self.ranks, norms)
         for key, i in updated:
             bucket, norms_of, of_it = self.buckets[key], records[key, i].norms, None
             if norms_of is not None:

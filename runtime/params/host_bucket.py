@@ -183,7 +183,7 @@ class HostBucket:
 
     def note_changes(self, updated: Iterable[int]) -> None:
         indices = list(updated)
-        torch.autograd.graph.increment_version([self.params[i] for i in indices])
+        torch.autograd.graph.increment_version(list(map(self.params.__getitem__, indices)))
         if self.has_copy:
             self.pending.mark_fresh(indices)
 

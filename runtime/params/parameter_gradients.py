@@ -12,6 +12,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
 
@@ -56,8 +57,8 @@ class Accumulators:
     def hooked(self) -> bool:
         """True if a hook of any kind will see one of their gradients."""
         with unguarded():
-            kinds = compat.gradient_hooks, compat.post_accumulate_hooks
-            return any(self.hooks) or any(any(map(hooks, self.params)) for hooks in kinds)
+            hooked = any(self.hooks) or any(map(compat.gradient_hooks, self.params))
+            return hooked or any(map(compat.post_accumulate_hooks, self.params))
 
     def all_run(self) -> bool:
         """True, inside a backward, if it accumulates into all of them, as far as each is known."""
@@ -133,9 +134,8 @@ class Gradients:
         would be called for both nodes. Without a hook, a call detects new nodes by its gates
         (`follow`), and checking before the next call is early enough."""
         ends = self._ends.values()
-        if self._followed or not any(
-            [any(map(compat.post_accumulate_hooks, each.params)) for each in ends]
-        ):
+        params = chain.from_iterable(map(attrgetter("params"), ends))
+        if self._followed or not any(map(compat.post_accumulate_hooks, params)):
             return self._followed
         return any(
             param.requires_grad
@@ -327,11 +327,11 @@ def users_of(call: compat.BackwardCall, graph: type, gate: type, link: type) -> 
     """
     end, joins = compat.ACCUMULATOR, compat.node_class(link)
     of_graph, of_gate = compat.node_class(graph), compat.node_class(gate)
-    todo: list[Any] = [  # nodes of tensors, and of gradient edges
-        compat.accumulator_of(root) if isinstance(root, torch.Tensor) else root.node
-        for root in call.roots
-    ]
-    others = {id(node.variable) for node in todo if type(node) is end}
+    todo, others = list[Any](), set[int]()
+    for root in call.roots:  # tensors and gradient edges
+        todo.append(compat.accumulator_of(root) if isinstance(root, torch.Tensor) else root.node)
+        if type(todo[-1]) is end:
+            others.add(id(todo[-1].variable))
     gates = list[Sequence[Any]]()  # edges to parameters
     seen: set[object] = set()
     while todo:

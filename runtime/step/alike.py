@@ -9,7 +9,6 @@ would affect counts of storage users.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -19,14 +18,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.rule import (
-    OptimizerRule,
-    Signature,
-    Table,
-    Update,
-    describe,
-    tables_of,
-)
+from megacompile.runtime.optim.rule import OptimizerRule, Table, Update, describe, tables_of
 from megacompile.runtime.optim.rules import rule_of
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -46,9 +38,8 @@ class _Slice(NamedTuple):
     """The parameters of one bucket within the step."""
 
     bucket: ref[HostBucket]
-    key: int
-    indices: tuple[int, ...]
-    all: slice
+    indices: Sequence[int]
+    first: int  # number of parameters before
 
 
 class Alike:
@@ -60,45 +51,41 @@ class Alike:
         optimizer: Optimizer,
         parts: Sequence[BucketUpdate],  # of the step, before it starts
         trained: Sequence[Trained],
-        described: Sequence[tuple[Signature, list[int]]],  # signatures, rows of the kernel's table
+        updates: Sequence[Update],  # for the kernel
     ) -> None:
         self.rule = rule
-        self.slices: list[_Slice] = []
+        self.slices: dict[int, _Slice] = {}  # by bucket key
+        first = 0
         for part in parts:
-            first, key = self.slices[-1].all.stop if self.slices else 0, part.bucket.layout.key
-            span = slice(first, first + len(part.indices))
-            self.slices.append(_Slice(ref(part.bucket), key, tuple(part.indices), span))
-        groups = [each.group for each in trained]
-        self.names = [rule.state_names(group) for group in groups]
+            self.slices[part.bucket.layout.key] = _Slice(ref(part.bucket), part.indices, first)
+            first += len(part.indices)
+        params, _, groups, states = zip(*trained, strict=True)
+        self.names = list(map(rule.state_names, groups))
         self._groups = list(optimizer.param_groups)
         self._group_ids = list(map(id, groups))
         self._firsts = {id(g): (k, g) for k, g in reversed(list(enumerate(groups)))}
-        self._described = described
-        self._are_aligned = any(signature.aligned for signature, _ in described)
+        # signatures, and rows of the kernel's table
+        self._described = [describe(rule, update) for update in updates]
+        self._are_aligned = any(signature.aligned for signature, _ in self._described)
         self._tables: dict[tuple[int, ...], list[Table]] = {}
-        params, states = [each.param for each in trained], [each.state for each in trained]
         self.facts = self._facts(params, [each.grad for each in params], states)
 
     @staticmethod
     def of(
         optimizer: Optimizer, parts: Sequence[BucketUpdate], trained: Sequence[Trained]
     ) -> Alike | None:
-        """The facts about a prepared step of residents; None if the next step must be prepared from
-        scratch."""
+        """The facts about a prepared step of residents; None if no step can repeat it."""
         rule = rule_of(optimizer)
         if rule is None or any(part.bucket.whole.ranks > 1 for part in parts):
             return None
-        described = []
-        for part in parts:
-            each = part.for_kernel()
-            if len(each) < len(part.indices):  # one is empty
+        updates = [update for part in parts for update in part.for_kernel()]
+        steps = [step for part in parts for step in part.steps]
+        if len(updates) < len(steps):  # one is empty
+            return None
+        for update, step in zip(updates, steps, strict=True):
+            if update.seed is not None or update.param.stride() != step.grad.stride():
                 return None
-            for k, update in enumerate(each):
-                like = update.param.stride() == part.steps[k].grad.stride()
-                if update.seed is not None or not like:
-                    return None
-                described.append(describe(rule, update))
-        found = Alike(rule, optimizer, parts, trained, described)
+        found = Alike(rule, optimizer, parts, trained, updates)
         scalars = found._scalars([each.state for each in trained])
         return None if found.facts is None or scalars is None else found
 
@@ -107,21 +94,18 @@ class Alike:
     ) -> PreparedStep | None:
         """The prepared step if it repeats the previous one, without changing anything; otherwise
         None. Raises OptimizerError: a group has an invalid option (in `where`)."""
-        groups = optimizer.param_groups
-        if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
+        if list(map(id, optimizer.param_groups)) != list(map(id, self._groups)):
             return None
         params: list[Any] = []
-        for at in self.slices:
-            bucket = buckets.get(at.key)
+        for key, at in self.slices.items():
+            bucket = buckets.get(key)
             if bucket is None or at.bucket() is not bucket or bucket.resident is None:
                 return None
-            of_bucket = bucket.params
-            params += [of_bucket[i] for i in at.indices]
+            params += map(bucket.params.__getitem__, at.indices)
         gradients = [param.grad for param in params]
         states = [state or {} for state in map(optimizer.state.get, params)]
-        if not _PLAIN.issuperset(map(type, gradients)):
-            return None
-        if self._facts(params, gradients, states) != self.facts:
+        plain = _PLAIN.issuperset(map(type, gradients))
+        if not plain or self._facts(params, gradients, states) != self.facts:
             return None
         some = [Trained(params[k], 0, group, states[k]) for k, group in self._firsts.values()]
         if unsupported_reason(optimizer, some):
@@ -130,17 +114,15 @@ class Alike:
         if any(self.rule.state_names(g) != self.names[k] for k, g in self._firsts.values()):
             return None
         addresses, scalars = list(map(_ADDRESS, gradients)), self._scalars(states)
-        if scalars is None:
-            return None
-        if self._are_aligned and functools.reduce(operator.or_, addresses) % _ALIGNED:
+        unaligned = self._are_aligned and functools.reduce(operator.or_, addresses) % _ALIGNED
+        if unaligned or scalars is None:
             return None
         counters, hypers = scalars
         update = functools.partial(self._update, optimizer, gradients, addresses, hypers)
-        parts = []
-        for at in self.slices:
-            bucket, kind = buckets[at.key], type(optimizer)
+        parts, backend, place = [], UpdateBackend.KERNEL, UpdatePlace.RESIDENT
+        for key, at in self.slices.items():
+            bucket, kind = buckets[key], type(optimizer)
             assert bucket.resident is not None
-            backend, place = UpdateBackend.KERNEL, UpdatePlace.RESIDENT
             part = BucketUpdate(bucket, backend, place, kind, bucket.resident, at.indices)
             part.together = update
             parts.append(part)
@@ -155,34 +137,30 @@ class Alike:
         parts: Sequence[BucketUpdate],
     ) -> None:
         """Update some buckets of a step in one launch."""
-        device = parts[0].device
-        keys = tuple([part.bucket.layout.key for part in parts])
-        slices = [at for key in keys for at in self.slices if at.key == key]
+        device, keys = parts[0].device, tuple([part.bucket.layout.key for part in parts])
         if device.type == "cuda":
             if keys not in self._tables:
-                numbers = [k for at in slices for k in range(at.all.start, at.all.stop)]
+                each = [(at.first, len(at.indices)) for at in map(self.slices.__getitem__, keys)]
+                numbers = [k for first, count in each for k in range(first, first + count)]
                 self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
             from megacompile.runtime.optim.kernels import BLOCK, run
 
             tables = self._tables[keys]
             for table in tables:
                 table.renew(addresses)
-            each = (table.launch(hypers, block=BLOCK, device=device) for table in tables)
-            run(self.rule, each, device)
+            launches = (table.launch(hypers, block=BLOCK, device=device) for table in tables)
+            run(self.rule, launches, device)
             return
         with torch.no_grad():  # no kernel uses the addresses
-            for at in slices:
-                bucket = at.bucket()
-                assert bucket is not None
+            for part, key in zip(parts, keys, strict=True):
+                bucket, first = part.bucket, self.slices[key].first
                 states = bucket.states.of(optimizer)
-                for k, i in enumerate(at.indices, at.all.start):
+                for k, i in enumerate(part.indices, first):
+                    moments = [m.name if m.name in self.names[k] else "" for m in self.rule.moments]
                     update = Update(
                         param=bucket.values[i],
                         grad=gradients[k].detach(),
-                        states=tuple(
-                            states[m.name][i] if m.name in self.names[k] else None
-                            for m in self.rule.moments
-                        ),
+                        states=tuple([states[name][i] if name else None for name in moments]),
                         hyper=hypers[k],
                         copy=bucket.streamed[i] if bucket.has_copy else None,
                     )
@@ -214,19 +192,19 @@ class Alike:
         """The optimizer's counters, if its rule has them, and the scalars of each parameter,
         computed once per group and step count. None if a counter cannot be read quickly."""
         counters: list[Any] = [state.get("step") for state in states]
+        counts = [0.0] * len(counters)
         if not self.rule.counts:
-            counters = [each for each in counters if each is not None]
-            if counters:
+            if any(each is not None for each in counters):
                 return None
+            counters = []
         elif not _PLAIN.issuperset(map(type, counters)) or not all(map(_ON_CPU, counters)):
             return None
-        looks = set(zip(map(_DTYPE, counters), map(_SHAPE, counters), strict=True))
-        if counters and (len(looks) > 1 or counters[0].dim()):
+        elif len(set(map(_DTYPE, counters))) > 1 or any(map(torch.Tensor.dim, counters)):
             return None
-        counts = torch.stack(counters).tolist() if counters else itertools.repeat(0.0)
-        kinds = list(zip(self._group_ids, counts, strict=False))
-        hyper = self.rule.hyper
-        made = {
-            (key, n): hyper(self._firsts[key][1], step=n + 1, first=False) for key, n in set(kinds)
-        }
+        else:
+            counts = torch.stack(counters).tolist()
+        kinds, made = list(zip(self._group_ids, counts, strict=True)), {}
+        for key, count in set(kinds):
+            group = self._firsts[key][1]
+            made[key, count] = self.rule.hyper(group, step=count + 1, first=False)
         return counters, list(map(made.__getitem__, kinds))

@@ -13,9 +13,10 @@ gradients. Updates already made by a backward (`optimizer=`) are counted when th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, filterfalse
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.runtime.optim.rules import known
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import count_up, drop_empty, reserve
+from megacompile.runtime.params.optimizer_states import drop_empty, reserve
 from megacompile.runtime.updates.update import BucketUpdate
 
 
@@ -39,23 +40,11 @@ class PreparedStep:
 
     optimizer: Optimizer
     parts: list[BucketUpdate]
-    params: list[nn.Parameter]  # the parameters that it updates
+    params: Sequence[nn.Parameter]  # the parameters that it updates
     gradients: list[Any]
     # their future states; empty if the optimizer's states stay as they are
-    states: list[dict[str, Any]] = field(default_factory=list)
+    states: Sequence[dict[str, Any]] = ()
     counters: list[torch.Tensor] = field(default_factory=list)  # counters in these states
-
-    def count(self) -> None:
-        """Count the step in the optimizer's own counters."""
-        count_up(self.states, self.counters)
-        for param, state in zip(self.params, self.states, strict=bool(self.states)):
-            if state:
-                self.optimizer.state[param].update(state)
-
-
-def tell(model: Any) -> None:
-    """Notify a model (its `step.Updates`) of its optimizers' steps, by weak reference."""
-    _LIVE.add(model)
 
 
 def optimizers_of(model: Any) -> list[Optimizer]:
@@ -77,7 +66,7 @@ def constructed(owns: Callable[[torch.Tensor], bool]) -> list[Optimizer]:
 def leave(model: Any, optimizers: Iterable[Optimizer]) -> None:
     """Stop notifying a model and remove the hooks from its optimizers, but for those with
     parameters of another model."""
-    _LIVE.discard(model)
+    MODELS.discard(model)
     for optimizer in optimizers:
         if optimizer in _ATTACHED and not _models_of(optimizer):
             for handle in _ATTACHED.pop(optimizer).handles:
@@ -90,7 +79,7 @@ def _is_over(optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> bool
 
 
 def _models_of(optimizer: Optimizer) -> list[Any]:
-    return [model for model in _LIVE if _is_over(optimizer, model.owns)]
+    return [model for model in MODELS if _is_over(optimizer, model.owns)]
 
 
 def convert_state_dicts(optimizer: Optimizer) -> None:
@@ -124,17 +113,19 @@ class _Hooks:
                 kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
         try:
             with unguarded(), compat.on_host():
-                for model in _LIVE:
+                for model in MODELS:
                     part = model.prepare_step(optimizer)
                     if part is not None:
                         self.parts.append((model, part))
+                has_states = False
                 for _, part in self.parts:
                     self._hide(zip(part.params, part.gradients, strict=True))
-                groups = optimizer.param_groups if self.parts else []
-                params = chain.from_iterable([group["params"] for group in groups])
+                    has_states = has_states or bool(part.states)
+                groups = optimizer.param_groups if self.parts else ()
+                params = chain.from_iterable(map(itemgetter("params"), groups))
                 left = [(param, param.grad) for param in params if param.grad is not None]
-                if left or any([part.states for _, part in self.parts]):
-                    trained = [param for param, _ in (*self.hidden, *left)]
+                if left or has_states:
+                    trained = map(itemgetter(0), (*self.hidden, *left))
                     new = list(filterfalse(optimizer.state.__contains__, trained))
                     self.reserved = reserve(optimizer, new) if new else []
             if left:
@@ -175,28 +166,21 @@ class _Hooks:
                     part.drop()
 
 
-def _before_state_dict(optimizer: Optimizer) -> None:
-    """Raise, when an optimizer is saved, if values are half updated."""
+def _settle(optimizer: Optimizer, *loaded: Any) -> None:
+    """Wait for work in flight when an optimizer is saved, which raises if values are half updated,
+    or loaded, which makes them whole."""
     for model in _models_of(optimizer):
         with unguarded():
-            model.settle()
-
-
-def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
-    """Mark half-updated states as whole if loaded states replace them."""
-    for model in _models_of(optimizer):
-        with unguarded():
-            model.finish()
+            model.settle(raises=not loaded)
 
 
 @compat.opaque
 def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step, register hooks on optimizers of streamed parameters, after the
-    user's own hooks."""
+    """Before any step, register hooks on optimizers of streamed parameters, after the user's."""
     if optimizer in _ATTACHED:
         compat.move_hook(_ATTACHED[optimizer].handles[0], last=True)  # after newer hooks
         return
-    if not _LIVE or not compat.takes_hooks(optimizer):  # its inner optimizer steps next
+    if not MODELS or not compat.takes_hooks(optimizer):  # its inner optimizer steps next
         return
     if _models_of(optimizer):
         attach(optimizer)
@@ -210,13 +194,13 @@ def attach(optimizer: Optimizer) -> _Hooks:
         handle = optimizer.register_step_post_hook(hooks.after)
         # before the user's hooks, which may read or zero the gradients
         compat.move_hook(handle, last=False)
-        saves = optimizer.register_state_dict_pre_hook(_before_state_dict)
-        loads = optimizer.register_load_state_dict_pre_hook(_before_load)
+        saves = optimizer.register_state_dict_pre_hook(_settle)
+        loads = optimizer.register_load_state_dict_pre_hook(_settle)
         hooks.handles += [first, handle, saves, loads]
         _ATTACHED[optimizer] = hooks
     return _ATTACHED[optimizer]
 
 
-_LIVE: WeakIdSet[Any] = WeakIdSet()
+MODELS: WeakIdSet[Any] = WeakIdSet()  # the `step.Updates` of each
 _ATTACHED: weakref.WeakKeyDictionary[Optimizer, _Hooks] = weakref.WeakKeyDictionary()
 register_optimizer_step_pre_hook(_attach)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,18 +28,11 @@ from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.rules import ADAM, USUAL, rule_of
 from megacompile.runtime.optim.twin import seed_of
+from megacompile.runtime.params import optimizer_states
 from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
 from megacompile.runtime.params.guards import any_shared, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket, StateDtype
-from megacompile.runtime.params.optimizer_states import (
-    Trained,
-    adopt,
-    for_update,
-    names_like,
-    new_counter,
-    visible,
-    visible_on_disk,
-)
+from megacompile.runtime.params.optimizer_states import Trained
 from megacompile.runtime.step import hooks
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.on_device import UpdateOffer
@@ -62,7 +57,8 @@ class StepParts:
         optimizer: Optimizer,
         bucket: HostBucket,
         trained: list[Trained],
-        # of the groups seen so far in the step, for torch.optim's own step, by group id
+        # of the groups seen so far in the step, for torch.optim's own step, by group id, with True
+        # if one is a tensor
         options: dict[int, tuple[dict[str, Any], bool]],
     ) -> BucketUpdate:
         """The part of a step for some parameters of a bucket."""
@@ -76,15 +72,17 @@ class StepParts:
         else:
             plain = self.are_plain(trained)
             backend = UpdateBackend.STOCK if plain else UpdateBackend.TORCH
-        kind, indices = type(optimizer), [each.at for each in trained]
+        kind, indices = type(optimizer), list(map(attrgetter("at"), trained))
         update = BucketUpdate(bucket, backend, place, kind, self.machine.device, indices)
         self._find_steps(update, optimizer, trained, rule if backend.by_rule else None)
         for step, each in zip(update.steps, trained, strict=True) if not backend.by_rule else ():
             key = id(each.group)
             if key not in options:
-                options[key] = _options(each.group)
+                group = each.group.copy()
+                del group["params"]
+                options[key] = group, any(map(isinstance, group.values(), repeat(torch.Tensor)))
             step.group, has_tensors = options[key]
-            if has_tensors:
+            if has_tensors:  # such as the lr: the step waits then
                 update.aliased = True  # see the float64 comment in for_update
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, UpdateOffer)
@@ -124,8 +122,9 @@ class StepParts:
             if ours is None or ours.data_ptr() != theirs.data_ptr():
                 ours = theirs.detach()
             found.append((ours, scale))
-        pin = update.backend is UpdateBackend.STOCK_ON_DEVICE or (
-            self.machine.in_backward is not None
+        pin = (
+            update.backend is UpdateBackend.STOCK_ON_DEVICE
+            or self.machine.in_backward is not None
             or bucket.layout.key in self.machine.device_update.keys
         )
         update.steps = self._steps(optimizer, bucket, trained, found, rule, pin=pin)
@@ -156,15 +155,18 @@ class StepParts:
         """Record the tensors to guard during an update, and aliases of its memory."""
         bucket, gradients = update.bucket, list[torch.Tensor]()
         for each in trained:
-            update.states += visible(each.state)
+            update.states += optimizer_states.visible(each.state)
             gradient = each.param.grad
             assert gradient is not None
             gradients.append(gradient)
-        update.visible = update.states + [each for each in gradients if guard_of(each) is None]
+            if guard_of(gradient) is None:
+                update.visible.append(gradient)
+        update.visible += update.states
         # a gradient's two references: the bucket's and p.grad (for a user's gradient, the step's)
         tensors = update.states + gradients
-        if bucket.disk is not None and (written := visible_on_disk(bucket)):
-            known = {id(state) for state in update.states}
+        if bucket.disk is not None:
+            known = set(map(id, update.states))
+            written = optimizer_states.visible_on_disk(bucket)
             others = [state for state in written if id(state) not in known]
             update.visible += others
             tensors += others
@@ -197,7 +199,7 @@ class StepParts:
         names, wanted = list[Sequence[str]](), dict[str, dict[int, StateDtype]]()
         for each in trained:
             if rule is None:
-                names.append(names_like(each.param, each.state))
+                names.append(optimizer_states.names_like(each.param, each.state))
                 for name in names[-1]:
                     wanted.setdefault(name, {})[each.at] = each.state[name].dtype
             else:
@@ -217,9 +219,9 @@ class StepParts:
             first = rule is not None and any(state.get(name) is None for name in own)
             rounded = rule is not None and self.rounds(each.param)
             if rule is not None and (rounded or rule.counts) and "step" not in state:
-                state["step"] = new_counter()  # even without `counts`: the seeds need it
-            adopt(optimizer, bucket, i, state, own)
-            states = for_update(buffers, i, state, own if rule else None)
+                state["step"] = optimizer_states.new_counter()  # also for the seeds
+            optimizer_states.adopt(optimizer, bucket, i, state, own)
+            states = optimizer_states.for_update(buffers, i, state, own if rule else None)
             step = ParamUpdate(index=i, grad=gradient, scale=scale, group={}, states=states)
             steps.append(step)
             if rule is None:
@@ -272,19 +274,18 @@ class StepParts:
             return
         self._compiled = True
         optimizers = self._optimizers()
-        found = [(rule_of(each), each.param_groups) for each in optimizers]
+        found = [(rule_of(each), group) for each in optimizers for group in each.param_groups]
         if not optimizers:
             buckets = self.machine.buckets.values()
             trained = [p for bucket in buckets for p in bucket.params if p.requires_grad]
-            found = [(ADAM, [{**USUAL, "params": trained}])]
-        for rule, groups in found:
-            for group in groups if rule is not None else ():
-                if rule is None or not all(o.fits(group.get(o.name)) for o in rule.options):
-                    continue  # the step will refuse it
-                for param in group["params"]:
-                    place = self.machine.gradients.place(param)
-                    if place is not None and place[0] not in resident and param.numel() > 1:
-                        compiled(rule, self._like(rule, group, param, *place))
+            found = [(ADAM, {**USUAL, "params": trained})]
+        for rule, group in found:
+            if rule is None or not all(o.fits(group.get(o.name)) for o in rule.options):
+                continue  # the step will refuse it
+            for param in group["params"]:
+                place = self.machine.gradients.place(param)
+                if place is not None and place[0] not in resident and param.numel() > 1:
+                    compiled(rule, self._like(rule, group, param, *place))
 
     def _like(
         self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int
@@ -305,9 +306,8 @@ class StepParts:
         )
 
     def preallocate(self, schedule: Schedule) -> None:
-        """Start allocating page-locked memory for the first step of a planned schedule, once the
-        buckets are in place: for offloaded saved tensors, gradients, and the states of the existing
-        optimizers."""
+        """Start allocating page-locked memory for a schedule's first step, once the buckets are in
+        place: for offloaded saved tensors, gradients, and states of existing optimizers."""
         wanted = self.machine.activations.wanted(map(stored_bytes, left_on_host(schedule)))
         keys = [b.key for b in schedule.buckets if b.key not in self._allocated]
         self._allocated.update(keys)
@@ -333,8 +333,7 @@ class StepParts:
     def _of_states(
         self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
     ) -> list[Wanted]:
-        """The state memory that an optimizer's first step after a schedule will allocate, bucket by
-        bucket."""
+        """The state memory that an optimizer's first step will allocate, bucket by bucket."""
         rule, in_backward = rule_of(optimizer), self.machine.in_backward is not None
         if rule is None or not (self.compiles or in_backward):
             return []
@@ -354,9 +353,3 @@ class StepParts:
                 sizes = bucket.states.sizes(dtypes)
                 wanted += [Wanted(size_bytes, pin, lock=self.helps) for size_bytes in sizes]
         return wanted
-
-
-def _options(group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A group's options now; True if one is a tensor, such as the lr: the step waits then."""
-    found = {name: value for name, value in group.items() if name != "params"}
-    return found, any(isinstance(value, torch.Tensor) for value in found.values())

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,20 +33,11 @@ from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.rules import known, rule_of
+from megacompile.runtime.params import optimizer_states
 from megacompile.runtime.params.gradient_guards import is_consumed, is_taken, is_unsummed
 from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.optimizer_states import (
-    Trained,
-    adopt,
-    count_up,
-    drop_empty,
-    ignored_options,
-    move_loaded,
-    names_like,
-    unsupported_reason,
-    wraps_another,
-)
+from megacompile.runtime.params.optimizer_states import Trained, count_up, drop_empty, names_like
 from megacompile.runtime.params.pending import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.alike import Alike
@@ -54,6 +46,7 @@ from megacompile.runtime.step.parts import StepParts
 from megacompile.runtime.updates.refusals import check, check_shared, rehearse
 from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePlace
 
+_GRADIENT = attrgetter("grad")
 _RESTS = 16  # graphs for updates outside of schedules; the oldest are dropped
 
 _ByKey = dict[int, BucketUpdate]  # parts by bucket key
@@ -79,7 +72,7 @@ class Updates:
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._rehearsed: set[object] = set()
         self._alike: weakref.WeakKeyDictionary[Optimizer, Alike] = weakref.WeakKeyDictionary()
-        hooks.tell(self)
+        hooks.MODELS.add(self)
         if options.state_dtype is not None:
             owns = weakref.WeakMethod(self.owns)
             compat.keep_state_dtypes(lambda param: (mine := owns()) is not None and mine(param))
@@ -87,15 +80,13 @@ class Updates:
     def owns(self, param: torch.Tensor) -> bool:
         return self.machine.gradients.place(param) is not None
 
-    def settle(self) -> None:
-        """Wait for all work in flight; raises failures whose values were not loaded since."""
+    def settle(self, *, raises: bool = True) -> None:
+        """Wait for all work in flight; `raises` failures whose values were not loaded since."""
         for bucket in self.machine.buckets.values():
-            bucket.pending.wait()
-
-    def finish(self) -> None:
-        """Wait for all work in flight and record failures."""
-        for bucket in self.machine.buckets.values():
-            bucket.pending.is_torn()
+            if raises:
+                bucket.pending.wait()
+            else:
+                bucket.pending.is_torn()
 
     def check(self) -> None:
         """Raise if an update failed and its values were not loaded since. Does not wait."""
@@ -137,24 +128,24 @@ class Updates:
         if not found:
             return None
         self.settle()
-        keys = [key for key in self.machine.order if key in found]  # as the forward reads them
+        keys = list(filter(found.__contains__, self.machine.order))  # as the forward reads them
         keys += sorted(found.keys() - set(keys))
         trained = list(chain.from_iterable(map(found.__getitem__, keys)))
-        params, states = [each.param for each in trained], [each.state for each in trained]
+        params, _, _, states = zip(*trained, strict=True)
         check_shared(where, optimizer, params)
-        why = unsupported_reason(optimizer, trained)
-        for said in (
-            ignored_options(optimizer, self.options),
-            why
-            and f"{type(optimizer).__name__} runs unchanged on the host, which is slower: {why}",
-        ):
-            if said and not wraps_another(optimizer):
-                notices.warn_once(said, f"megacompile: {said} (shown once)", of=self)
+        why = optimizer_states.unsupported_reason(optimizer, trained)
+        said = [optimizer_states.ignored_options(optimizer, self.options)]
+        if why:
+            name = type(optimizer).__name__
+            said.append(f"{name} runs unchanged on the host, which is slower: {why}")
+        for text in filter(None, said):
+            if not optimizer_states.wraps_another(optimizer):
+                notices.warn_once(text, f"megacompile: {text} (shown once)", of=self)
         if why:
             return None
         check(where, optimizer, self.machine.buckets, found)
-        if optimizer in self.parts.prepared:  # a second step has all its memory and code
-            self.machine.host_budget.drop_preallocated()
+        if self.machine.host_budget.ahead and optimizer in self.parts.prepared:
+            self.machine.host_budget.drop_preallocated()  # a second step has all its memory
         self.parts.prepared.add(optimizer)
         parts: list[BucketUpdate] = []
         # in the first step
@@ -176,11 +167,11 @@ class Updates:
             for part in parts:
                 part.drop()
             raise
-        if all(part.place is UpdatePlace.RESIDENT for part in parts):
+        if {UpdatePlace.RESIDENT}.issuperset(map(attrgetter("place"), parts)):
             alike_next = Alike.of(optimizer, parts, trained)
             if alike_next is not None:
                 self._alike[optimizer] = alike_next
-        return PreparedStep(optimizer, parts, params, [p.grad for p in params], states)
+        return PreparedStep(optimizer, parts, params, list(map(_GRADIENT, params)), states)
 
     def _to_update(self, optimizer: Optimizer, ours: Iterable[_Ours]) -> dict[int, list[Trained]]:
         """The parameters that this step updates, by bucket key. Their states are copies of the
@@ -203,14 +194,14 @@ class Updates:
                 continue  # it is not in place: the optimizer's own step updates it
             state = dict(optimizer.state.get(param, {}))
             found.setdefault(key, []).append(Trained(param, i, group, state))
-        for key in [key for key in found if self.machine.buckets[key].resident is not None]:
+        for key in list(found):
             # torch.optim's own step; for the whole bucket, as for a host bucket: both round alike
-            left = rule_of(optimizer) is None or (
-                self.options.lowering is Lowering.EAGER and self.parts.are_plain(found[key])
-            )
-            if left:
+            if self.machine.buckets[key].resident is not None and (
+                rule_of(optimizer) is None
+                or (self.options.lowering is Lowering.EAGER and self.parts.are_plain(found[key]))
+            ):
                 for each in found.pop(key):
-                    move_loaded(optimizer, each.param)
+                    optimizer_states.move_loaded(optimizer, each.param)
         return found
 
     def start(self, step: PreparedStep) -> None:
@@ -227,7 +218,10 @@ class Updates:
             if self.machine.staging is not None:
                 self.machine.staging.reserve(part.bucket for part in parts)
             counted = True
-            step.count()
+            count_up(step.states, step.counters)
+            for param, state in zip(step.params, step.states, strict=bool(step.states)):
+                if state:
+                    optimizer.state[param].update(state)
             for executor, mine in runs:
                 executor.update(mine)
             self._finish(optimizer, parts)
@@ -298,14 +292,14 @@ class Updates:
         for step in steps:
             param = bucket.params[step.index]
             state = optimizer.state[param]
-            mine = names_like(compat.local(param), step.states)
             state.update(step.states)
-            state.update({name: compat.like(param, step.states[name]) for name in mine})
+            for name in names_like(compat.local(param), step.states):
+                state[name] = compat.like(param, step.states[name])
             names = names_like(param, state)
             for name in names:
                 dtypes = {step.index: state[name].dtype}
                 bucket.states.make(optimizer, name, dtypes, pin=self.parts.cuda)
-            adopt(optimizer, bucket, step.index, state, names)
+            optimizer_states.adopt(optimizer, bucket, step.index, state, names)
             drop_empty(optimizer, [param])
 
 
