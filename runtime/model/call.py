@@ -144,7 +144,7 @@ class Call:
             executor = self.program.executor(replace(self.variant, reuse=True))
         changed, constants = self.program.changed_names, executor.constants
         inputs, given = self.inputs_by_name, dict(self.inputs_by_name)
-        before = autograd_nodes.versions([*map(inputs.get, changed), *constants.values()])
+        before = autograd_nodes.versions([*map(inputs.__getitem__, changed), *constants.values()])
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 given[name] = value.detach()

@@ -31,15 +31,10 @@ from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.model_buckets import ModelBuckets, buffers_to, show_again
 from megacompile.runtime.model.program import first_line
 from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
+from megacompile.runtime.params import optimizer_states
 from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.optimizer_states import (
-    free_states,
-    move_loaded,
-    move_states,
-    state_bytes,
-)
 from megacompile.runtime.params.swap import Undos, undone
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
@@ -150,7 +145,7 @@ class Released:
             ran_out = first_line(error)  # not the error: its frames hold memory
         if ran_out:
             missing = [self.buckets.machine.buckets[key] for key in self.away]
-            size = sum(b.layout.size_bytes + state_bytes(b) for b in missing)
+            size = sum(b.layout.size_bytes + optimizer_states.state_bytes(b) for b in missing)
             raise DeviceMemoryError(
                 f"released(): {format_bytes(size)} of {self._name} live on the device, and could "
                 f"not return to the device ({ran_out}); free the other engine's memory before the "
@@ -172,10 +167,10 @@ class Released:
                     undone(functools.partial(buckets.move_bucket, key, tier))
                     new = buckets.machine.buckets[key]
                     if new is not old:
-                        move_states(old, new)
+                        optimizer_states.move_states(old, new)
                         for optimizer in optimizers:  # states outside of buckets
                             for param in new.params:
-                                move_loaded(optimizer, param)
+                                optimizer_states.move_loaded(optimizer, param)
                     if resident:
                         self.away.discard(key)
             finally:
@@ -286,7 +281,7 @@ def restore(streamed: Any, device: torch.device) -> None:
                 for i in range(len(bucket.params)):
                     undone(functools.partial(_free, bucket, i, device))
                 for optimizer in optimizers:
-                    free_states(optimizer, bucket.params)
+                    optimizer_states.free_states(optimizer, bucket.params)
                 del bucket
             else:
                 gathering.take(machine.buckets[key].params, _taken)
@@ -344,7 +339,8 @@ def _refuse(streamed: Any, device: torch.device) -> None:
 def _bytes(bucket: HostBucket) -> int:
     """Bytes of a bucket's parameters, gradients and states."""
     gradients = [p.grad for p in bucket.params if p.grad is not None]
-    return sum(t.nbytes for t in (*bucket.values, *gradients)) + state_bytes(bucket)
+    states = optimizer_states.state_bytes(bucket)
+    return sum(t.nbytes for t in (*bucket.values, *gradients)) + states
 
 
 def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) -> None:

@@ -22,30 +22,17 @@ from megacompile.errors import ModelError
 from megacompile.plan.setting import Setting
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import WeakIdSet
-from megacompile.runtime.model import own_operators
+from megacompile.runtime.model import methods, own_operators
 from megacompile.runtime.model.captures import Captures
-from megacompile.runtime.model.methods import (
-    ClassMethods,
-    ModuleCall,
-    ModuleCalls,
-    Replacement,
-    State,
-)
+from megacompile.runtime.model.methods import State
 from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.restore import Released
 from megacompile.runtime.ops.head import bind_operators
-from megacompile.runtime.params import shared_memory
+from megacompile.runtime.params import shared_memory, swap
 from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.looks import parameter_of
 from megacompile.runtime.params.proxies import StreamedParameter, as_gradient_of
-from megacompile.runtime.params.swap import (
-    StandIns,
-    Undos,
-    hold,
-    replace,
-    undone,
-    use_unguarded,
-)
+from megacompile.runtime.params.swap import StandIns, Undos, undone
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
@@ -70,7 +57,7 @@ class StreamedModel:
         compat.follow_containers()
         compat.skip_untraced(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
-        compat.leave_out_of_copies(StreamedModel, ModuleCall, Replacement)
+        compat.leave_out_of_copies(StreamedModel, methods.ModuleCall, methods.Replacement)
         compat.show_classes(StreamedParameter)
         self.buckets = ModelBuckets(model, setting, contents, new_bytes)
         self.machine = self.buckets.machine
@@ -83,9 +70,9 @@ class StreamedModel:
             )
             hooks.attach(options.optimizer)
         self._ends: list[Callable[[], object]] = []
-        self._methods = ClassMethods(model)
+        self._methods = methods.ClassMethods(model)
         self._compiled: dict[State, Callable[..., Any]] = {}
-        self.parts = ModuleCalls(model, self)
+        self.parts = methods.ModuleCalls(model, self)
         bind_operators()
         self.called = False
         LIVE.add(self)
@@ -108,7 +95,7 @@ class StreamedModel:
         undos: Undos,
     ) -> Any:
         """Call the model, or a module in it; `compiled`: captures, by the state of its methods."""
-        hold(self.buckets.alone, undos)
+        swap.hold(self.buckets.alone, undos)
         undos.append(self.buckets.notice.forget)
         if self.released.depth or self.released.away:
             self.released.check()
@@ -175,7 +162,7 @@ class StreamedModel:
         own_operators.swap_in(modules, self.options.device, undos)
         if stand_ins is not None:
             stand_ins.put_in(self._stand_in, undos)
-        replace(*self.parts.columns, undos)  # the modules' plain calls
+        swap.replace(*self.parts.columns, undos)  # the modules' plain calls
         self.buckets.proxies.swap_in(undos)
         return call(*args, **kwargs)
 
@@ -228,7 +215,7 @@ class StreamedModel:
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
         """Adopt changes; returns the tensors of a functional call."""
-        use_unguarded(undos)
+        swap.use_unguarded(undos)
         with compat.outside_inference_mode(), compat.on_host():
             if StreamedModel in map(type, map(compat.compiled_call, modules[1:])):
                 refuse_nested(self.model)
