@@ -44,19 +44,6 @@ class Period:
         return (self.stop_s - self.start_s) / self.steps
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a critical path: a span, or a gap without one."""
-
-    span: Span | None
-    start_s: float
-    stop_s: float
-
-    @property
-    def lane(self) -> str:
-        return NONE if self.span is None else self.span.op.lane
-
-
 def period(timeline: Timeline, model: str) -> Period | None:
     """The period from the end of the first backward's computes to the end of the last one's. With
     fewer than two backwards it covers everything that ran; None if nothing did."""
@@ -74,7 +61,7 @@ def _step_ends(timeline: Timeline, model: str) -> list[float]:
     """The end of each step's computes, in seconds of the timeline's axis."""
     last: dict[int, float] = {}  # of each run
     for span in timeline.spans:
-        if span.model == model and span.run >= 0 and span.op.lane == "compute":
+        if span.model == model and span.op.lane == "compute":
             last[span.run] = max(last.get(span.run, span.stop_s), span.stop_s)
     for graph in ("backward", "forward"):
         runs: dict[int, list[float]] = {id(run.schedule): [] for run in timeline.runs}
@@ -86,16 +73,14 @@ def _step_ends(timeline: Timeline, model: str) -> list[float]:
     return []
 
 
-def critical_path(timeline: Timeline, model: str, within: Period | None = None) -> list[Chunk]:
-    """The pieces of the path that ends at the end of a period (default: `period(timeline, model)`),
-    in order of time."""
-    within = within or period(timeline, model)
-    if within is None:
-        return []
+def critical_path(timeline: Timeline, model: str, within: Period) -> dict[str, float]:
+    """Seconds of the path that ends at the end of a period, by lane, the longest first. `NONE` has
+    the gaps without a span."""
     chosen = [span for span in timeline.spans if span.model == model]
     spans = sorted(chosen, key=lambda span: (span.start_s, span.stop_s))
     waits, begins = _waits(timeline, spans)
-    graphs = [timeline.runs[span.run].graph if span.run >= 0 else "" for span in spans]
+    graphs = [timeline.runs[span.run].graph for span in spans]
+    found: defaultdict[str, float] = defaultdict(float)
 
     def last_of(indices: Iterable[int], by_s: float) -> int:
         """Index of the span that ended last among those that end by a time; -1: none."""
@@ -111,26 +96,17 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
             able += [last_of((i for i in range(at) if graphs[i] == "backward"), start)]
         return last_of((i for i in able if i >= 0), start)
 
-    at, now, chunks = last_of(range(len(spans)), within.stop_s), within.stop_s, list[Chunk]()
-    while at >= 0 and now > within.start_s:
-        span = spans[at]
-        if span.stop_s < now:  # a gap without recorded ops
-            chunks.append(Chunk(None, max(span.stop_s, within.start_s), now))
-            now = span.stop_s
-        if min(span.start_s, now) < now and now > within.start_s:
-            chunks.append(Chunk(span, max(span.start_s, within.start_s), now))
-            now = span.start_s
-        at = blocker(at)
-    if now > within.start_s:
-        chunks.append(Chunk(None, within.start_s, now))
-    return chunks[::-1]
-
-
-def waited_s(chunks: Sequence[Chunk]) -> dict[str, float]:
-    """Seconds of a path by lane, including `NONE`, the longest first."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for chunk in chunks:
-        found[chunk.lane] += chunk.stop_s - chunk.start_s
+    at, now = last_of(range(len(spans)), within.stop_s), within.stop_s
+    while now > within.start_s:
+        start_s, lane = within.start_s, NONE  # no op is before
+        if at >= 0 and spans[at].stop_s < now:  # a gap without recorded ops
+            start_s = max(spans[at].stop_s, start_s)
+        elif at >= 0:
+            start_s, lane = max(spans[at].start_s, start_s), spans[at].op.lane
+            at = blocker(at)
+        if start_s < now:
+            found[lane] += now - start_s
+            now = start_s
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -146,14 +122,13 @@ class StepFigures:
 def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
     """Averages over the steps of `period`; None if the model did not run."""
     found = period(timeline, model)
-    if found is None or not any(run.model == model for run in timeline.runs):
+    if found is None:
         return None
-    waited = waited_s(critical_path(timeline, model, found))
     within = found.start_s, found.stop_s
     return StepFigures(
         found.step_s,
         {lane: timeline.busy_s(lane, model, within) / found.steps for lane in timeline.lanes},
-        {lane: time_s / found.steps for lane, time_s in waited.items()},
+        {k: v / found.steps for k, v in critical_path(timeline, model, found).items()},
     )
 
 
@@ -169,10 +144,9 @@ def _waits(timeline: Timeline, spans: Sequence[Span]) -> tuple[list[list[int]], 
             lane = "issue"  # without a GPU every op runs when it is issued, one at a time
         waits[i] += [last[lane]] if lane in last else []
         last[lane] = i
-        if span.run >= 0:
-            place = places[span.run]
-            number = next(k for k in itertools.count() if (span.op.name, k) not in place)
-            place[span.op.name, number] = i
+        place = places[span.run]
+        number = next(k for k in itertools.count() if (span.op.name, k) not in place)
+        place[span.op.name, number] = i
     begins: set[int] = set()
     known: dict[tuple[int, str], RecordedEdges] = {}
     made: dict[Handed, list[int]] = {}  # by earlier graphs

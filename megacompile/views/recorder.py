@@ -11,7 +11,6 @@ the readings, a few microseconds, is the error of the host's lane relative to th
 
 from __future__ import annotations
 
-import functools
 import json
 import platform
 import threading
@@ -55,33 +54,6 @@ class _Mark:
         self.done.set()
 
 
-class _Clock:
-    """[Note: one time axis]: an event's time on the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            return
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device, priority=-1)  # from a pool that copies do not use
-            best = float("inf")
-            for _ in range(_CLOCK_TRIES):
-                event = torch.cuda.Event(enable_timing=True)
-                before = time.perf_counter()
-                event.record(stream)
-                event.synchronize()
-                after = time.perf_counter()
-                if after - before < best:
-                    best = after - before
-                    self.event, self.host_s = event, (before + after) / 2
-
-    def at_s(self, mark: Any) -> float:
-        """Seconds of an event on the host's clock; waits for the event."""
-        if isinstance(mark, float):
-            return mark
-        mark.synchronize()
-        return self.host_s + float(self.event.elapsed_time(mark)) / 1e3
-
-
 class Recording:
     """The recording of one run of a graph."""
 
@@ -95,29 +67,40 @@ class Recording:
         """Advance to the program's next op."""
         self._current = next(self._infos)
 
-    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap the op's work to record its times; returns `work` itself if it is not an op."""
+    def _mark(self, done: threading.Event | None = None) -> _Mark | None:
+        """A mark of the current op; None if that has one."""
         info, self._current = self._current, None
         if info is None:
-            return work
-        mark = _Mark(info, self.index)
+            return None
+        mark = _Mark(info, self.index, done)
         self.tracer.marks.append(mark)
-        measure = self.tracer.measure
-        return lambda: measure(mark, work)
+        return mark
+
+    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the op's work to record its times; returns `work` itself if it is not an op."""
+        mark = self._mark()
+        return work if mark is None else lambda: self.tracer.measure(mark, work)
 
     def noted_later(self) -> Callable[[str, float, float], None]:
         """For work in several threads: returns a function that records the lane, start and end,
         and must be called, because a trace waits for it."""
-        info, self._current = self._current, None
-        assert info is not None
-        mark = _Mark(info, self.index, threading.Event())
-        self.tracer.marks.append(mark)
+        mark = self._mark(threading.Event())
+        assert mark is not None
         return mark.note
 
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
         """For work in a thread: returns a function that runs it and records its lane and times, and
         must be called."""
-        return functools.partial(_timed, self.noted_later())
+        note = self.noted_later()
+
+        def timed(lane: str, work: Callable[[], None]) -> None:
+            start_s = time.perf_counter()
+            try:
+                work()
+            finally:
+                note(lane, start_s, time.perf_counter())
+
+        return timed
 
 
 class Tracer:
@@ -126,12 +109,36 @@ class Tracer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps = frozenset(op.name for op in ops.OPS.values() if op.show is ops.Show.STEP)
-        self.clock = _Clock(device)
         self.marks: list[_Mark] = []  # in the order of issue; several threads append
         self.runs: list[tuple[Schedule, str]] = []
         self.users = 0
         self._infos: dict[tuple[int, str], tuple[OpInfo, ...]] = {}
-        self.measure = self._on_stream if device.type == "cuda" else self._here
+        self.measure = self._here
+        if device.type == "cuda":
+            self.measure = self._on_stream
+            self._align()
+
+    def _align(self) -> None:
+        """[Note: one time axis]"""
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream(self.device, priority=-1)  # from a pool unused by copies
+            best = float("inf")
+            for _ in range(_CLOCK_TRIES):
+                event = torch.cuda.Event(enable_timing=True)
+                before = time.perf_counter()
+                event.record(stream)
+                event.synchronize()
+                after = time.perf_counter()
+                if after - before < best:
+                    best = after - before
+                    self._event, self._event_s = event, (before + after) / 2
+
+    def at_s(self, mark: Any) -> float:
+        """Seconds of a mark's start or stop on the host's clock; waits for an event."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        return self._event_s + float(self._event.elapsed_time(mark)) / 1e3
 
     def run(self, schedule: Schedule, graph: str) -> Recording:
         """Start recording a run of a graph."""
@@ -161,21 +168,13 @@ class Tracer:
         return value
 
 
-def _timed(note: Callable[[str, float, float], None], lane: str, work: Callable[[], None]) -> None:
-    start_s = time.perf_counter()
-    try:
-        work()
-    finally:
-        note(lane, start_s, time.perf_counter())
-
-
 @dataclass(slots=True, eq=False)
 class Traced:
     """A model under a trace, with its tracer and the range of marks that belong to the trace."""
 
     name: str
     machine: Any  # runtime.ops.machine.Machine
-    optimizer: OptimizerCost | None = None  # for predicting its updates
+    optimizer: OptimizerCost  # for predicting its updates
     tracer: Tracer | None = None
     first: int = 0
     last: int | None = None
@@ -206,11 +205,10 @@ class Trace:
         with _TURN:
             for model in self._models:
                 machine = model.machine
-                if machine.tracer is None:
-                    machine.tracer = Tracer(machine.device)
-                tracer: Tracer = machine.tracer
-                tracer.users += 1
-                model.tracer, model.first = tracer, len(tracer.marks)
+                machine.tracer = machine.tracer or Tracer(machine.device)
+                model.tracer = machine.tracer
+                model.tracer.users += 1
+                model.first = len(model.tracer.marks)
         self._start_s = time.perf_counter()
         return self
 
@@ -229,13 +227,10 @@ class Trace:
         """The measured timeline, so far or complete."""
         if self._measured is not None:
             return self._measured
-        spans: list[Span] = []
         runs: list[Run] = []
-        for model in self._models:
-            spans += self._spans(model, runs)
+        spans = [span for model in self._models for span in self._spans(model, runs)]
         devices = dict.fromkeys(str(model.machine.device) for model in self._models)
-        order = tuple(model.name for model in self._models)
-        found = Timeline(timeline.in_order(spans), tuple(runs), ", ".join(devices), order)
+        found = Timeline(timeline.in_order(spans), tuple(runs), ", ".join(devices))
         if self._over:
             self._measured = found
             for model in self._models:
@@ -254,7 +249,7 @@ class Trace:
                 schedule, graph = tracer.runs[mark.run]
                 places[mark.run] = len(runs)
                 runs.append(Run(model.name, graph, schedule))
-            start, stop = (tracer.clock.at_s(t) - self._start_s for t in (mark.start, mark.stop))
+            start, stop = (tracer.at_s(t) - self._start_s for t in (mark.start, mark.stop))
             place = places[mark.run]
             yield Span(mark.info, start, stop, model.name, place, mark.memory_bytes)
 
@@ -267,7 +262,7 @@ class Trace:
             hardware = self._hardware or rates.cached(self._models[0].machine.device)
             if hardware is None:
                 return None
-            costs = {model.name: model.optimizer for model in self._models if model.optimizer}
+            costs = {model.name: model.optimizer for model in self._models}
             self._predicted = timeline.predicted(self.measured, hardware, costs)
         return self._predicted
 
@@ -282,8 +277,9 @@ class Trace:
         return timeline.table(self.measured, self.predicted)
 
     def to_dict(self) -> dict[str, Any]:
-        """The measured and predicted totals for programs, in seconds and bytes."""
-        return timeline.totals(self.measured, self.predicted)
+        """The measured and predicted totals for programs, as JSON types, in seconds and bytes."""
+        both = {"measured": self.measured, "predicted": self.predicted}
+        return {name: found and found.to_dict() for name, found in both.items()}
 
     def save(self, path: str) -> None:
         """Write a file for ui.perfetto.dev or chrome://tracing (the trace event format).

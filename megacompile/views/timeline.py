@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -22,7 +22,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.text import columns, format_bytes
+from megacompile.text import columns, format_bytes, percent
 
 HOST, DEVICE = "host", "device"
 UPDATERS = (HOST, DEVICE)
@@ -76,17 +76,6 @@ class Run:
     schedule: Schedule = field(repr=False)
 
 
-@dataclass(frozen=True)
-class KindTotal:
-    """Totals of one kind of op on one lane."""
-
-    kind: str
-    stream: str  # the lane
-    count: int
-    busy_s: float
-    bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """Spans, ordered by start."""
@@ -94,28 +83,12 @@ class Timeline:
     spans: tuple[Span, ...]
     runs: tuple[Run, ...] = ()
     device: str = ""
-    order: tuple[str, ...] = ()  # of the models; default: of their first spans
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The models that have spans."""
-        used = dict.fromkeys(span.model for span in self.spans)
-        return tuple(dict.fromkeys([*(m for m in self.order if m in used), *used]))
-
-    @property
-    def start_s(self) -> float:
-        """Start of the first op."""
-        return min((span.start_s for span in self.spans), default=0.0)
-
-    @property
-    def stop_s(self) -> float:
-        """End of the last op."""
-        return max((span.stop_s for span in self.spans), default=0.0)
 
     @property
     def total_s(self) -> float:
         """Seconds from the first op's start to the last op's end."""
-        return self.stop_s - self.start_s
+        start_s = min((span.start_s for span in self.spans), default=0.0)
+        return max((span.stop_s for span in self.spans), default=0.0) - start_s
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -130,22 +103,26 @@ class Timeline:
         """Busy seconds of a lane `within` a start and stop (default: everything); overlapping spans
         (of two models) count once."""
         spans = [s for s in self.spans if s.op.lane == lane and model in (None, s.model)]
-        start, stop = within or (float("-inf"), float("inf"))
-        times = ((max(s.start_s, start), min(s.stop_s, stop)) for s in spans)
-        return covered_s((begin, end) for begin, end in times if begin < end)
+        end, last = within or (float("-inf"), float("inf"))
+        total = 0.0
+        for start, stop in sorted((s.start_s, min(s.stop_s, last)) for s in spans):
+            if stop > max(start, end):
+                total += stop - max(start, end)
+                end = stop
+        return total
 
-    def kinds(self) -> list[KindTotal]:
+    def kinds(self) -> list[dict[str, Any]]:
         """Totals by lane and kind of op, the longest first in each lane."""
-        groups: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
+        found: dict[tuple[str, str], dict[str, Any]] = {}
         for span in self.spans:
-            groups[span.op.lane, span.op.kind].append(span)
-        found = []
-        for (lane, kind), spans in groups.items():
-            busy_s = sum(span.duration_s for span in spans)
-            size = sum(span.op.size_bytes for span in spans)
-            found.append(KindTotal(kind, lane, len(spans), busy_s, size))
-        rank = {lane: i for i, lane in enumerate(self.lanes)}
-        return sorted(found, key=lambda total: (rank[total.stream], -total.busy_s, total.kind))
+            kind, lane = span.op.kind, span.op.lane
+            new = {"kind": kind, "stream": lane, "count": 0, "busy_s": 0.0, "bytes": 0}
+            total = found.setdefault((lane, kind), new)
+            total["count"] += 1
+            total["busy_s"] += span.duration_s
+            total["bytes"] += span.op.size_bytes
+        rank = self.lanes.index
+        return sorted(found.values(), key=lambda t: (rank(t["stream"]), -t["busy_s"], t["kind"]))
 
     def of_run(self, run: int) -> tuple[Span, ...]:
         """The spans of one run of a graph."""
@@ -164,19 +141,9 @@ class Timeline:
             "total_s": total,
             "runs": [{"model": run.model, "graph": run.graph} for run in self.runs],
             "streams": {k: {"busy_s": b, "idle_s": total - b} for k, b in busy.items()},
-            "ops": [asdict(kind) for kind in self.kinds()],
+            "ops": self.kinds(),
             "peak_memory_bytes": max((size for _, size in self.memory()), default=None),
         }
-
-
-def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        if stop > end:
-            total += stop - max(start, end)
-            end = stop
-    return total
 
 
 def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -184,49 +151,33 @@ def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))
 
 
-# Totals of measured and predicted timelines, as data and as a table.
-
-
-def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
-    """The totals of both as JSON types, in seconds and bytes."""
-    return {"measured": measured.to_dict(), "predicted": predicted and predicted.to_dict()}
+# Totals of measured and predicted timelines as a table.
 
 
 def table(measured: Timeline, predicted: Timeline | None = None) -> str:
     """A table of times by stream and by kind of op."""
     if not measured.spans:
         return "nothing ran while the trace was on"
-    return "\n\n".join([_head(measured), _streams(measured, predicted), _ops(measured)])
-
-
-def _head(timeline: Timeline) -> str:
-    counts = Counter((run.model, run.graph) for run in timeline.runs)
+    counts = Counter((run.model, run.graph) for run in measured.runs)
     ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
-    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran}"
-    sizes = [size for _, size in timeline.memory()]
-    return head + (f"; device memory up to {format_bytes(max(sizes))}" if sizes else "")
-
-
-def _streams(measured: Timeline, predicted: Timeline | None) -> str:
     total = measured.total_s
-    rows = [["stream", "busy ms", "idle ms", "busy"]]
-    rows[0] += [] if predicted is None else ["predicted busy ms"]
+    head = f"{_ms(total)} ms on {measured.device}: {ran}"
+    if sizes := [size for _, size in measured.memory()]:
+        head += f"; device memory up to {format_bytes(max(sizes))}"
+    streams = [["stream", "busy ms", "idle ms", "busy"]]
+    streams[0] += [] if predicted is None else ["predicted busy ms"]
     for lane in measured.lanes:
         busy = measured.busy_s(lane)
-        rows.append([lane, _ms(busy), _ms(total - busy), f"{busy / total:.0%}" if total else "-"])
+        streams.append([lane, _ms(busy), _ms(total - busy), percent(busy, total)])
         if predicted is not None:
             known = any(span.op.lane == lane for span in predicted.spans)
-            rows[-1].append(_ms(predicted.busy_s(lane)) if known else "-")
-    return columns(rows)
-
-
-def _ops(timeline: Timeline) -> str:
-    rows = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
-    for kind, lane, count, busy_s, size in map(astuple, timeline.kinds()):
+            streams[-1].append(_ms(predicted.busy_s(lane)) if known else "-")
+    of_ops = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
+    for kind, lane, count, busy_s, size in (each.values() for each in measured.kinds()):
         rate = size / busy_s / 1e9 if busy_s else 0.0
-        rows.append([kind, lane, str(count), _ms(busy_s), _ms(busy_s / count)])
-        rows[-1] += [format_bytes(size) if size else "", f"{rate:.3g}" if rate else ""]
-    return columns(rows, left=(0, 1))
+        of_ops.append([kind, lane, str(count), _ms(busy_s), _ms(busy_s / count)])
+        of_ops[-1] += [format_bytes(size) if size else "", f"{rate:.3g}" if rate else ""]
+    return "\n\n".join([head, columns(streams), columns(of_ops, left=(0, 1))])
 
 
 def _ms(seconds: float) -> str:
@@ -239,10 +190,9 @@ def _ms(seconds: float) -> str:
 def predicted(
     measured: Timeline,
     hardware: Hardware,
-    optimizers: Mapping[str, OptimizerCost] | None = None,  # by model
+    optimizers: Mapping[str, OptimizerCost],  # by model
 ) -> Timeline:
-    """Predict each measured run, starting at its measured start. Updates of a model without an
-    optimizer are not predicted."""
+    """Predict each measured run, starting at its measured start."""
     steps: dict[int, Prediction] = {}  # by id of the schedule
     alike: dict[tuple[int, str], list[Span]] = {}  # spans of one run of each graph
     spans: list[Span] = []
@@ -251,26 +201,22 @@ def predicted(
             continue
         key = id(run.schedule)
         if key not in steps:
-            optimizer = (optimizers or {}).get(run.model)
-            steps[key] = simulate(run.schedule, hardware, optimizer=optimizer)
+            steps[key] = simulate(run.schedule, hardware, optimizer=optimizers[run.model])
         if (key, run.graph) not in alike:
             events = [event for event in steps[key].events if event.graph == run.graph]
             infos = describe(run.schedule, run.graph)
-            alike[key, run.graph] = list(predicted_spans(infos, events, run.model))
+            alike[key, run.graph] = list(predicted_spans(infos, events, run.model, i))
         like = alike[key, run.graph]
         later_s = min(s.start_s for s in ran) - min((s.start_s for s in like), default=0.0)
         spans += (
             replace(span, start_s=later_s + span.start_s, stop_s=later_s + span.stop_s, run=i)
             for span in like
         )
-    return Timeline(in_order(spans), measured.runs, hardware.name, measured.order)
+    return Timeline(in_order(spans), measured.runs, hardware.name)
 
 
 def predicted_spans(
-    infos: Sequence[OpInfo],
-    events: Sequence[Event],
-    model: str,
-    run: int = -1,
+    infos: Sequence[OpInfo], events: Sequence[Event], model: str, run: int
 ) -> Iterator[Span]:
     """The spans of a run of one graph, without `begin` and frees."""
     left: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
@@ -280,9 +226,6 @@ def predicted_spans(
         if left[event.label]:
             info = replace(left[event.label].popleft(), lane=event.stream.value)
             yield Span(info, event.start_s, event.stop_s, model, run)
-
-
-# Static facts about a schedule's ops, for traces and predictions.
 
 
 def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
@@ -317,12 +260,15 @@ def together(documents: Sequence[dict[str, Any]], starts_s: Sequence[float]) -> 
 def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
     """The file's JSON object; `predicted` gets its own processes."""
     events: list[dict[str, Any]] = []
-    pid = 0
-    for model in measured.models:
-        for timeline, what in ((measured, "measured"), (predicted, "predicted")):
-            if timeline is not None and any(span.model == model for span in timeline.spans):
-                pid += 1
-                events += _process(pid, model, what, timeline)
+    each = ((measured, "measured"), (predicted, "predicted"))
+    shown = [
+        (model, what, timeline)
+        for model in dict.fromkeys(run.model for run in measured.runs)
+        for timeline, what in each
+        if timeline is not None and any(span.model == model for span in timeline.spans)
+    ]
+    for pid, process in enumerate(shown, start=1):
+        events += _process(pid, *process)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -331,8 +277,8 @@ def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str,
 
 
 def _process(pid: int, model: str, what: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    name = f"{model}, {what}" + (f" on {timeline.device}" if timeline.device else "")
-    facts = {"name": name, "model": model, "what": what, "device": timeline.device}
+    name, device = f"{model}, {what} on {timeline.device}", timeline.device
+    facts = {"name": name, "model": model, "what": what, "device": device}
     yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": facts}
     threads = {lane: tid for tid, lane in enumerate(timeline.lanes, start=1)}
     for lane, tid in threads.items():
@@ -348,7 +294,7 @@ def _process(pid: int, model: str, what: str, timeline: Timeline) -> Iterator[di
                 "ph": "X",
                 "dur": max(0.0, round(_us(span.stop_s) - _us(span.start_s), 3)),
                 "tid": threads[span.op.lane],
-                "args": _facts(span, timeline),
+                "args": {k: v for k, v in _facts(span, timeline).items() if v is not None},
                 **at,
             }
             if (size := span.memory_bytes) is not None:
@@ -356,17 +302,16 @@ def _process(pid: int, model: str, what: str, timeline: Timeline) -> Iterator[di
 
 
 def _facts(span: Span, timeline: Timeline) -> dict[str, Any]:
-    size, has_run = span.op.size_bytes, span.run >= 0
-    facts = {
+    size, time_s = span.op.size_bytes, span.duration_s
+    return {
         "op": span.op.kind,
         "module": span.op.module or None,
         "bytes": size or None,
-        "GB/s": round(size / span.duration_s / 1e9, 3) if size and span.duration_s > 0 else None,
+        "GB/s": round(size / time_s / 1e9, 3) if size and time_s > 0 else None,
         "device memory bytes": span.memory_bytes,
-        "graph": timeline.runs[span.run].graph if has_run else None,
-        "run": span.run if has_run else None,
+        "graph": timeline.runs[span.run].graph,
+        "run": span.run,
     }
-    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def _us(seconds: float) -> float:

@@ -217,7 +217,7 @@ def predicted_steps(
             infos = describe(schedule, graph)
             spans += predicted_spans(infos, events, MODEL, len(runs))
             runs.append(Run(MODEL, graph, schedule))
-    return Timeline(in_order(spans), tuple(runs), hardware.name, (MODEL,))
+    return Timeline(in_order(spans), tuple(runs), hardware.name)
 
 
 EVEN = Hardware("even", 1.0, 1.0, 0.8, 0.8, 1e-3, 1.0, 0.0, host_memory_gb_s=2, update_gb_s=4)
@@ -241,7 +241,7 @@ def test_it_finds_what_the_simulation_knows(name: str) -> None:
     assert whole is not None and whole.steps == 3
     assert whole.step_s == pytest.approx(told.step_s, rel=0.02)
     last = critical_path.Period(whole.stop_s - told.step_s, whole.stop_s, 1)
-    found = critical_path.waited_s(critical_path.critical_path(traced, MODEL, last))
+    found = critical_path.critical_path(traced, MODEL, last)
     for lane in Stream:
         share, known = (
             x / told.step_s for x in (found.get(lane.value, 0.0), told.critical_s[lane])
@@ -278,7 +278,6 @@ def test_what_ran_once_or_not_at_all() -> None:
     one = by_hand(("0F", "compute", 1.0, 2.0, 0), ("0B", "compute", 2.0, 4.0, 1))
     assert critical_path.period(one, MODEL) == critical_path.Period(1.0, 4.0, 1)
     assert critical_path.period(one, "another") is None
-    assert critical_path.critical_path(one, "another") == []
     assert critical_path.traced_steps(one, "another") is None
     assert critical_path.traced_steps(by_hand(), MODEL) is None
     forwards = by_hand(*(("0F", "compute", 3.0 * i, 3.0 * i + 1, 3 * i) for i in range(3)))
