@@ -57,7 +57,7 @@ def short_count(number: float) -> str:
     return f"{number:.3g}{unit}"
 
 
-def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
+def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,), between: str = "  ") -> str:
     """Align rows in columns: those in `left` to the left, others to the right."""
     flush = set(left)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -67,7 +67,7 @@ def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
             cell.ljust(width) if i in flush else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        return "  ".join(cells).rstrip()
+        return between.join(cells).rstrip()
 
     return "\n".join(map(line, rows))
 

@@ -35,13 +35,13 @@ from torch import fx
 
 from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.edges import makers, token_of
+from megacompile.ir.edges import makers, tokens_of
 from megacompile.ir.ops import Show
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.tensors import TensorMeta, tensors_bytes
-from megacompile.text import format_bytes, printable
+from megacompile.ir.tensors import TensorMeta, parts_of, tensors_bytes
+from megacompile.text import columns, format_bytes, printable
 
 _WIDTH = 80  # of a line of code, before its comment
 _SHAPES = 3  # more tensors than this are counted, not listed
@@ -76,19 +76,25 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
     lines = [_CodeLine(text) for text in _unpacking(schedule, graph, variables)]
-    given_back = _given_back(graph)
+    freed_bytes: dict[fx.Node, tuple[fx.Node, int]] = {}  # by memory: the free of its last name
+    for node in ops.nodes_that(graph, lambda op: op.frees is not None):
+        (value,) = values.reads(node)
+        freed_bytes[values.memory(value)] = node, tensors_bytes(value.meta.get("value"))
     # tuples that are unpacked and also named as a whole, as in `after=(forward_3,)`: they would
     # keep every item alive, so each is deleted after its last use
     tuples = ops.nodes_that(graph, lambda op: op.count)
     whole = [n for n in tuples if any(ops.items(n)) and _is_named(n)]
     position = {node: i for i, node in enumerate(graph.nodes)}
     last_use = {n: max(n.users, key=position.__getitem__) for n in whole}
-    for after, run in itertools.groupby(ops.nodes_of(graph), key=_waits_to_free):
-        for nodes in [[node] for node in run] if after is None else [list(run)]:
-            free = after is not None
-            lines += _free(nodes, variables, given_back) if free else _call(nodes[0], variables)
-            done = [variables[n] for n, user in last_use.items() if user in nodes]
-            lines += [_CodeLine(f"del {', '.join(done)}")] if done else []
+    for key, run in itertools.groupby(ops.nodes_of(graph), key=_group):
+        nodes = list(run)
+        if isinstance(key, fx.Node):
+            lines += _call(key, variables)
+        else:
+            size = sum(size for node, size in freed_bytes.values() if node in nodes)
+            lines += _free(nodes, key, variables, format_bytes(size) if size else "")
+        done = [variables[n] for n, user in last_use.items() if user in nodes]
+        lines += [_CodeLine(f"del {', '.join(done)}")] if done else []
     returned = _text(graph.output_node().args[0], variables)
     if returned.startswith("((") and len("    return ") + len(returned[1:-1]) <= _WIDTH:
         returned = returned[1:-1]  # a pair on one line needs no parentheses
@@ -130,16 +136,15 @@ def _is_named(node: fx.Node) -> bool:
 def _unpacking(
     schedule: Schedule, graph: fx.Graph, variables: Mapping[fx.Node, str]
 ) -> Iterator[str]:
-    placeholders = graph.find_nodes(op="placeholder")
+    tokens = tokens_of(graph)
+    placeholders, of_tokens = graph.find_nodes(op="placeholder"), set(tokens.values())
     if placeholders:
-        values = [n for n in placeholders if token_of(n) is None]
-        tokens = {n: token.place for n in placeholders if (token := token_of(n))}
-        maker = makers(schedule) if tokens else {}
-        known = {n: ops.label(maker[place][1]) for n, place in tokens.items() if place in maker}
-        others = [variables[n] for n in tokens if n not in known]
-        yield from _comment(f"{variables[n]} {_shapes(n.meta.get('value'))}" for n in values)
-        said = [f"{variables[n]}: the last {label}" for n, label in known.items()]
-        if others:
+        maker = makers(schedule)
+        given = [node for node in placeholders if node not in of_tokens]
+        yield from _comment(f"{variables[n]} {_shapes(n.meta.get('value'))}" for n in given)
+        known = {node: maker[place][1] for place, node in tokens.items() if place in maker}
+        said = [f"{variables[n]}: the last {ops.label(made)}" for n, made in known.items()]
+        if others := [variables[node] for node in tokens.values() if node not in known]:
             said.append(f"{', '.join(others)}: written by other schedules, if at all")
         yield from _comment(said)
         yield _targets([variables[node] for node in placeholders]) + " = inputs"
@@ -168,42 +173,35 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_CodeLine
         text = f"{variables[node]} = {text}"
     yield _CodeLine(text, op.stream.value, ops.label(node), _detail(node))
     if op.frees is not None:
-        yield _CodeLine(f"del {_names(values.reads(node), variables)}")
+        yield _delete([node], variables)
     if taken and "_" in targets:
         yield _CodeLine("del _", op.stream.value)
 
 
-def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """The ops that a `free` waits for, or None. Neighbors with the same waits share a `del`."""
+def _group(node: fx.Node) -> fx.Node | tuple[fx.Node, ...]:
+    """The node itself; of a `free`, the ops that it waits for: equal neighbors share a `del`."""
     op = ops.effects(node)
     after: Any = node.kwargs.get("after", ())
-    return tuple(after) if op.frees is not None and op.waits else None
+    return tuple(after) if op.frees is not None and op.waits else node
 
 
 def _free(
-    nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], given_back: Mapping[fx.Node, int]
+    nodes: Sequence[fx.Node],
+    after: tuple[fx.Node, ...],
+    variables: Mapping[fx.Node, str],
+    detail: str,
 ) -> Iterator[_CodeLine]:
-    """A `del` of the values that the nodes free, after their waits."""
-    if after := _waits_to_free(nodes[0]):
+    stream = Stream.COMPUTE.value
+    if after:
         waited = _text(after, variables).replace(",)", ")")
-        yield _CodeLine(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
-    freed = [value for node in nodes for value in values.reads(node)]
-    size = sum(given_back.get(node, 0) for node in nodes)
-    detail = format_bytes(size) if size else ""
-    yield _CodeLine(f"del {_names(freed, variables)}", Stream.COMPUTE.value, "FREE", detail)
+        yield _CodeLine(f"wait{waited}", stream, "WAIT")
+    yield _delete(nodes, variables)._replace(stream=stream, label="FREE", detail=detail)
 
 
-def _given_back(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Bytes that each free returns, if it frees the last name of its memory."""
-    last: dict[fx.Node, tuple[fx.Node, int]] = {}
-    for node in ops.nodes_that(graph, lambda op: op.frees is not None):
-        (value,) = values.reads(node)
-        last[values.memory(value)] = node, tensors_bytes(value.meta.get("value"))
-    return dict(last.values())
-
-
-def _names(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> str:
-    return _targets([variables[node] for node in nodes]).removesuffix(",")
+def _delete(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> _CodeLine:
+    """A `del` of the values that the nodes free."""
+    freed = [variables[value] for node in nodes for value in values.reads(node)]
+    return _CodeLine(f"del {_targets(freed).removesuffix(',')}")
 
 
 def _targets(variables: list[str]) -> str:
@@ -223,13 +221,11 @@ def _text(value: Any, variables: Mapping[fx.Node, str]) -> str:
 def _layout(lines: Iterable[_CodeLine]) -> Iterator[str]:
     """Indent, wrap long lines, and align comments in columns."""
     wrapped = [(_wrap(line.code), line) for line in lines]
-    commented = [(text[0], line) for text, line in wrapped if line.stream]
-    column = max((len(code) for code, _ in commented), default=0)
-    label_width = max((len(line.label) for _, line in commented), default=0)
+    column = max((len(text[0]) for text, line in wrapped if line.stream), default=0)
+    label_width = max(len(line.label) for _, line in wrapped)
     for text, line in wrapped:
         comment = f"# {line.stream:<7}  {line.label:<{label_width}}  {line.detail}".rstrip()
-        comment = printable(comment)
-        yield f"{text[0]:<{column}}  {comment}" if line.stream else text[0]
+        yield f"{text[0]:<{column}}  {printable(comment)}" if line.stream else text[0]
         yield from text[1:]
 
 
@@ -264,19 +260,11 @@ def _detail(node: fx.Node) -> str:
 
 def _shapes(value: Any) -> str:
     """ "bf16[16, 1024], f32[]"; for more than three also the count and bytes."""
-    metas = list(_leaves(value))
+    metas = [part for part in parts_of(value) if isinstance(part, TensorMeta)]
     shown = ", ".join(str(meta) for meta in metas[:_SHAPES])
     if len(metas) <= _SHAPES:
         return shown
     return f"{shown}, ... {len(metas)} tensors, {format_bytes(tensors_bytes(value))}"
-
-
-def _leaves(value: Any) -> Iterator[TensorMeta]:
-    if isinstance(value, TensorMeta):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _leaves(item)
 
 
 # The header above a schedule's Python.
@@ -293,7 +281,7 @@ def header(schedule: Schedule) -> Iterator[str]:
     )
     made = ", ".join(f"{record.name} {record.time_s:.3f} s" for record in schedule.history)
     yield f"# passes: {made or 'none'}"
-    for _, run in itertools.groupby(schedule.stages, key=_kind):
+    for _, run in itertools.groupby(schedule.stages, key=_alike):
         yield f"# {_stages_line(list(run))}"
     for slot in schedule.slots:
         left = [bucket for index, bucket in schedule.reused if index == slot.index]
@@ -302,28 +290,27 @@ def header(schedule: Schedule) -> Iterator[str]:
     yield from (f"# plan: {reason}" for reason in schedule.plan.reasons)
 
 
-def _kind(stage: Stage) -> object:
+def _alike(stage: Stage) -> object:
     """Key of stages that share a line: one template and equal bucket sizes."""
     alone = stage.index if stage.template is None else None
     return alone, id(stage.template), tuple(b.size_bytes for b in stage.buckets)
 
 
 def _stages_line(run: list[Stage]) -> str:
-    first, last = run[0], run[-1]
-    many = len(run) > 1
-    which = f"stage_{first.index}" + (f" to stage_{last.index}" if many else "")
-    where = f"{first.name!r}" + (f" to {last.name!r}" if many else "")
+    first, last, template = run[0], run[-1], run[0].template
     read = " + ".join(format_bytes(b.size_bytes) for b in first.buckets) or "nothing"
-    text = f"{which}: {where} reads {read}{' each' if many else ''}"
-    if first.template is None:
+    text = f"stage_{first.index}: {first.name!r} reads {read}"
+    if len(run) > 1:
+        ends = f"stage_{first.index} to stage_{last.index}: {first.name!r} to {last.name!r}"
+        text = f"{ends} reads {read} each"
+    if template is None:
         return f"{text}, not traced"
-    random = ", random" if first.template.random else ""
-    saved = format_bytes(first.template.saved_bytes)
-    if first.template.saved_fraction < 1:
-        saved += f" as a fraction of {first.template.saved_fraction:g}"
-    if first.template.tiles > 1:
-        saved += f", {first.template.tiles} tiles"
-    return f"{text}, template {first.template.index} (saves {saved}{random})"
+    fraction, tiles = template.saved_fraction, template.tiles
+    saved = format_bytes(template.saved_bytes)
+    saved += f" as a fraction of {fraction:g}" if fraction < 1 else ""
+    saved += f", {tiles} tiles" if tiles > 1 else ""
+    saved += ", random" if template.random else ""
+    return f"{text}, template {template.index} (saves {saved})"
 
 
 # The table, and the difference of two schedules.
@@ -356,18 +343,14 @@ def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
     used = {ops.stream_of(node) for row in rows for node in row}
     used |= set() if name == "update" else set(_ALWAYS)
     order = [stream for stream in _ORDER if stream in used]
-    cells = [[stream.value for stream in order]]
-    for row in rows:
+    cells = [["step", *(stream.value for stream in order)]]
+    for step, row in enumerate(rows):
         labels = [[ops.label(node) for node in row if ops.stream_of(node) is s] for s in order]
-        cells.append([" ".join(each) for each in labels])
+        cells.append([f"{step:>4}", *(" ".join(each) for each in labels)])
     notes = ["".join(f"  <-- {printable(marks[n])}" for n in row if n in marks) for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(order))]
-    lines = [name]
-    for step, (cell_row, note) in enumerate(zip(cells, ["", *notes], strict=True)):
-        left = "step" if step == 0 else f"{step - 1:>4}"
-        padded = (f"{cell:<{width}}" for cell, width in zip(cell_row, widths, strict=True))
-        lines.append(f"{left} | {' | '.join(padded)}{note}".rstrip(" |"))
-    return "\n".join(lines)
+    lines = columns(cells, left=range(len(order) + 1), between=" | ").split("\n")
+    each = zip(lines, ["", *notes], strict=True)
+    return "\n".join([name, *(line.rstrip(" |") + note for line, note in each)])
 
 
 def diff(before: Schedule, after: Schedule) -> str:
