@@ -1,18 +1,9 @@
 """Checks that ops get the values that are meant for them, within a graph and across graphs.
 
-What must hold:
-
-- every op gets its required arguments, of the declared kind and of its own bucket, made before it;
-- a compute gets as many values as its template takes, and the weights of its stage's buckets;
-- the backward sees what the forward saw: arguments, saved tensors (also those that waited on the
-  host or on a disk), random numbers;
-- the complete gradient of a value goes to the backward of the stage that made the value, and that
-  of a bucket to the last stage that reads it;
-- changes that a stage makes in place reach the input that they belong to;
-- the forward returns the saved values, and the backward takes nothing else from it; the update
-  takes everything that the backward leaves.
-
-The forward's own arguments define the schedule, so there is nothing to check them against.
+The backward sees what the forward saw: arguments, saved tensors, random numbers. The complete
+gradient of a value goes to the backward of the stage that made the value, and that of a bucket to
+the last stage that reads it. The forward's own arguments define the schedule, so there is nothing
+to check them against.
 """
 
 from __future__ import annotations
@@ -44,6 +35,7 @@ from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 # An argument: its name in messages, True if the op needs it, and a test of a value for it.
 Wanted = tuple[str, bool, Callable[[fx.Node], bool]]
+_SOURCES = (Value.GRADIENTS, Value.SAVED_ON_DISK)
 _COPIES = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
 
 
@@ -103,19 +95,14 @@ def _checked(view: View, node: fx.Node, value: Any, wanted: Wanted) -> Iterator[
         yield view.hazard(HazardKind.ARGUMENTS, node, None, message)
 
 
-# Arguments that ops declare.
-
-_SOURCES = (Value.GRADIENTS, Value.SAVED_ON_DISK)
-
-
 def _declared(view: View, node: fx.Node, takes: Takes) -> Wanted:
+    """An argument that its op declares."""
+
     def is_right(given: fx.Node) -> bool:
         value = view.source(given)
         if takes.kind in (None, *_COPIES):
-            return (
-                effects(node).gives is not Value.SAVED
-                or fetched_from(view.copies, node) is not node
-            )
+            is_saved = effects(node).gives is Value.SAVED
+            return not is_saved or fetched_from(view.copies, node) is not node
         if kind_of(value) is not takes.kind:
             return False
         if takes.like is not None:
@@ -155,17 +142,14 @@ def _read_on_the_device(view: View) -> Iterator[Hazard]:
 def _weights_or_masters(view: View) -> Iterator[Hazard]:
     """Updated parameters come from the bucket's slot or, as masters, with the states."""
     for node in view.that(lambda op: op.gives is Value.UPDATED):
-        weights, state = taken(node, Value.WEIGHTS), taken(node, Value.STATES)
-        state = None if state is None else view.source(state)
+        weights, given = taken(node, Value.WEIGHTS), taken(node, Value.STATES)
+        state = given and view.source(given)
         if state is None or kind_of(state) is not Value.STATES:
             continue  # reported elsewhere
         if (weights is None) != bool(ops.arguments(state)[2]):
-            message = f"{label(node)} gets {'neither' if weights is None else 'both'}"
-            message = f"{message} weights of its bucket and masters; pass one of them"
+            which = "neither" if weights is None else "both"
+            message = f"{label(node)} gets {which} weights of its bucket and masters; pass one"
             yield view.hazard(HazardKind.ARGUMENTS, node, weights, message)
-
-
-# Arguments of stages.
 
 
 class _Stages:
@@ -177,23 +161,23 @@ class _Stages:
         self.gradients: dict[Any, str] = {}
         self.changed: dict[fx.Node, str] = {}  # new value that is not assigned yet -> input
         self.root: dict[fx.Node, fx.Node] = {}  # value in the forward -> the input in its memory
-        inputs = {node.name: node for node in view.graph.find_nodes(op="placeholder")}
         if view.name == "backward":
             outputs, names = ops.returned(view.schedule.forward)[0], tangents_of(view.graph)
             tangents = [k for k in view.schedule.tangents if k < len(outputs)]
             self.gradients = {outputs[k]: names.get(k, "") for k in tangents}
         else:
-            self.root = {node: node for node in inputs.values()}
+            self.root = {node: node for node in view.graph.find_nodes(op="placeholder")}
 
     def wanted(self, node: fx.Node) -> Iterator[tuple[str, list[Wanted]]]:
         """The lists of values that a stage op takes, in the order of its arguments."""
         stage: Any = node.args[0]
         traced, call = stage.traced, self.view.forwards.get(stage.index)
-        every, again = range(len(stage.primals)), ops.recompute
-        if node.target is ops.backward:
-            primals: Sequence[int] = traced.backward_primals
-        else:
-            primals = traced.recompute_primals if node.target is again else every
+        every = range(len(stage.primals))
+        of_target = {
+            ops.backward: traced.backward_primals,
+            ops.recompute: traced.recompute_primals,
+        }
+        primals: Sequence[int] = of_target.get(node.target, every)  # type: ignore[arg-type]
         keys = {bucket.key for bucket in stage.buckets_read(primals)}
         yield "weights", [_weights(bucket, bucket.key in keys) for bucket in stage.buckets]
         refs = {ref.index for ref in stage.arg_refs(primals)}
@@ -293,29 +277,20 @@ def _weights(bucket: Bucket, required: bool) -> Wanted:
 def _random_numbers(view: View) -> Iterator[Hazard]:
     """A recomputed stage draws from the generator state saved before its forward. All saved states
     are checked, because a backward for other outputs may use states that this one does not."""
-    saved = ops.nodes_that(view.schedule.forward, lambda op: op.gives is Value.RNG)
-    drawing = {node.name: _draws_next(node) for node in saved}
+    drawing: dict[str, int] = {}  # state -> the first random stage whose forward follows
+    states: list[str] = []
+    for node in ops.nodes_of(view.schedule.forward, ops.save_rng, ops.forward):
+        if node.target is ops.save_rng:
+            states.append(node.name)
+        elif (stage := ops.arguments(node)[0]).traced.random:
+            drawing |= dict.fromkeys(states, stage.index)
+            states = []
     for node in view.nodes(ops.save_rng, ops.recompute, ops.rerun):
         stage, rng = ops.arguments(node)[0], node if node.target is ops.save_rng else node.args[3]
         name = getattr(rng, "name", "no state")
         if stage.traced.random and drawing.get(name) != stage.index:
             message = f"{label(node)}: {name} is not the state directly before {stage.index}F"
             yield view.hazard(HazardKind.WRONG_ARGUMENT, node, None, message)
-
-
-def _draws_next(save: fx.Node) -> int | None:
-    """Index of the first random stage whose forward follows `save`."""
-    following = save.next
-    while following.op != "output":
-        if following.target is ops.forward:
-            stage: Any = following.args[0]
-            if stage.traced.random:
-                return int(stage.index)
-        following = following.next
-    return None
-
-
-# Values that graphs pass on.
 
 
 def saved_values(views: list[View]) -> Iterator[Hazard]:
@@ -326,7 +301,9 @@ def saved_values(views: list[View]) -> Iterator[Hazard]:
     if given != names:
         message = f"it returns the saved values {', '.join(given)}, needed {', '.join(names)}"
         yield forward.hazard(HazardKind.HANDED_ON, forward.graph.output_node(), None, message)
-    for view in (view for view in others if view.name == "backward"):
+    for view in others:
+        if view.name != "backward":
+            continue
         # it may take fewer values, if its outputs' gradients need fewer
         tangents = tangents_of(view.graph)
         known = {*names, *(tangents[k] for k in view.schedule.tangents if k in tangents)}

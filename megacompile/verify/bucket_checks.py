@@ -1,20 +1,5 @@
 """Checks of results and buckets: each result is consumed once, and each bucket updated once.
 
-What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
-
-- each value that an op takes over is consumed once: a backward's gradients go to the next
-  contributor, or to one sum, update or copy to the host; new states go to the host; a buffer is
-  filled once. Norms and copies of saved tensors are not lost;
-- every bucket that gets gradients is updated once, in its place, and no other bucket is; gradients
-  that ranks share are averaged before;
-- states and parameters on a disk are used after a read in the same graph, and written after their
-  change. Each prefetch and each host update names a read of its own, whose buffer holds its bucket.
-  Nothing else is read or written there;
-- staging buffers of saved tensors are each returned once, and there are enough;
-- a graph returns as tokens the last ops that wrote each part of a bucket, and takes tokens only of
-  existing parts;
-- the device helps only with host updates whose states are on the host.
-
 `megacompile.verify.cycle_checks` checks the order of all accesses to parts of buckets.
 """
 
@@ -40,7 +25,9 @@ _CONSUMED = (Value.GRADIENTS, Value.UPDATED, *_BUFFERS)
 
 
 def _consumed(view: View) -> Iterator[Hazard]:
-    """Each result that an op takes over is consumed once, and nothing else is lost."""
+    """Each result that an op takes over is consumed once: a backward's gradients go to the next
+    contributor, or to one sum, update or copy to the host; new states go to the host; a buffer is
+    filled once. Norms and copies of saved tensors are not lost."""
     returned = set(view.graph.output_node().all_input_nodes)
     for node, op in view.order.calls:
         takers: list[list[fx.Node]] = []

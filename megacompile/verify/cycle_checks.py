@@ -1,12 +1,9 @@
-"""Checks of accesses, in a graph and across the graphs of a step, which run in a cycle.
+"""Checks of accesses to parts of buckets, in a graph and across the graphs of a step, which run in
+a cycle.
 
-What must hold for the parts of buckets that ops read and write, across all graphs:
-
-- a read waits for the last write before it;
-- a write waits for all earlier reads and writes;
-- gradients on the host are read, to be added to, before they are written again;
-- in one graph, weights and states are read before they change;
-- memory that a backward leaves is freed after the copies out of it.
+A read waits for the last write before it, and a write for all earlier reads and writes. Gradients
+on the host are read, to be added to, before they are written again. In one graph, weights and
+states are read before they change.
 
 [Note: cycle] The graphs of a schedule are ordered by tokens (`megacompile.ir.edges`), by the
 values that the backward leaves for the update, and by the in-order streams, which all graphs share.

@@ -1,14 +1,4 @@
-"""Checks of memory: slots, lifetimes, in-place changes.
-
-What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
-
-- a slot is not refilled until the computes that read it are done, including those of an earlier
-  schedule;
-- `reuse` takes from a slot only the bucket that the forward left there; without a backward, the
-  bucket that the same graph left there in the previous forward;
-- a value is freed once, after all its readers, and no memory leaks;
-- `assign` runs after every reader of the old value, and the backward gets no changed value.
-"""
+"""Checks of memory: slots, lifetimes, in-place changes."""
 
 from __future__ import annotations
 
@@ -24,20 +14,9 @@ from megacompile.ir.edges import token_of
 from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import (
-    label,
-    memory,
-    named,
-    outliving,
-    owns,
-    producer,
-    reads,
-    sharing,
-)
+from megacompile.ir.values import label, memory, named, outliving, owns, producer, reads, sharing
 from megacompile.text import format_bytes
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
-
-# Slots.
 
 
 def _slot(node: fx.Node) -> Slot:
@@ -46,17 +25,9 @@ def _slot(node: fx.Node) -> Slot:
     return slot if isinstance(slot, Slot) else Slot(-1, 0)  # None: before `assign_slots`
 
 
-def _place(node: fx.Node) -> tuple[int, int]:
-    return _slot(node).index, ops.bucket_of(node).key
-
-
 def _held(op: Op) -> bool:
     """True if the op takes a bucket that is already in a slot."""
     return op.slot is not None and not op.fills_slot
-
-
-def _frees(op: Op) -> bool:
-    return op.frees is not None
 
 
 def _slots_fit(view: View) -> Iterator[Hazard]:
@@ -71,10 +42,8 @@ def _slots_fit(view: View) -> Iterator[Hazard]:
 
 
 def _slots_in_order(view: View) -> Iterator[Hazard]:
-    """The last reader of a slot's content is before the next prefetch into it.
-
-    Checking neighbors is enough: prefetches share a stream, so an op before one is before the next.
-    """
+    """The last reader of a slot's content is before the next prefetch into it. Checking neighbors
+    is enough: prefetches share a stream, so an op before one is before the next."""
     contents: dict[int, list[list[fx.Node]]] = defaultdict(lambda: [[]])
     for node in view.that(_held):
         contents[_slot(node).index][0].append(node)  # filled before this graph
@@ -94,10 +63,8 @@ def _slots_in_order(view: View) -> Iterator[Hazard]:
 
 
 def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Iterator[Hazard]:
-    """The readers of a slot's `content` are before `following`, which refills it.
-
-    An `all_gather`, which fills the rest of a slot, counts as a reader of its part.
-    """
+    """The readers of a slot's `content` are before `following`, which refills it. An `all_gather`,
+    which fills the rest of a slot, counts as a reader of its part."""
     readers = [(n, w) for w in content for n in w.users if w in reads(n) and n is not following]
     late = [pair for pair in readers if not view.order.before(pair[0], following)]
     late.sort(key=lambda pair: view.order.position[pair[0]])
@@ -114,11 +81,7 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
 
 def _reused(view: View) -> Iterator[Hazard]:
     """The forward leaves the buckets of `schedule.reused` in its slots; the backward reuses only
-    these.
-
-    Without a backward the same forward runs next and reuses what the previous run left, so it must
-    leave the buckets that it reuses.
-    """
+    these. Without a backward the same forward runs next and reuses what the previous run left."""
     promised = {(index, bucket.key) for index, bucket in view.schedule.reused}
     if view.name == "forward":
         left = {_slot(node).index: node for node in view.that(lambda op: op.slot is not None)}
@@ -131,18 +94,15 @@ def _reused(view: View) -> Iterator[Hazard]:
         if view.schedule.backward is not None:
             promised = set()
     for node in view.that(_held):
-        if _place(node) not in promised:
+        if (_slot(node).index, ops.bucket_of(node).key) not in promised:
             message = f"{label(node)} needs its bucket in a slot, where no forward leaves it"
             yield view.hazard(HazardKind.NOT_REUSED, node, None, message)
 
 
-# Lifetimes.
-
-
 def _lifetimes(view: View) -> Iterator[Hazard]:
-    """Memory is freed with the last of its names, and is not read after that."""
+    """Memory is freed once, with the last of its names, and is not read after that."""
     frees: dict[fx.Node, fx.Node] = {}
-    for node in view.that(_frees):
+    for node in view.that(lambda op: op.frees is not None):
         value: Any = node.args[0]
         if value in frees:
             message = f"{named(value)} is freed twice"
@@ -172,7 +132,7 @@ def _used_after_free(
     for name in shared:
         for user in name.users:
             if name in frees and view.order.issued_before(frees[name], user):
-                if _frees(ops.effects(user)) and user.args[0] is name:
+                if ops.effects(user).frees is not None and user.args[0] is name:
                     continue  # a double free, reported elsewhere
                 message = f"{label(user)} takes {named(name)}, which is freed before it"
                 yield view.hazard(HazardKind.USE_AFTER_FREE, user, name, message)
@@ -192,9 +152,6 @@ def _used_after_free(
                     f"no edge orders {label(user)} before its free; add after=({label(user)}) to it"
                 )
                 yield view.hazard(HazardKind.FREED_TOO_EARLY, user, release, message)
-
-
-# Changes in place.
 
 
 def _assigns(view: View) -> Iterator[Hazard]:
@@ -225,10 +182,4 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
         yield view.hazard(HazardKind.CHANGED_EARLY, old, assign, message)
 
 
-CHECKS: tuple[Check, ...] = (
-    _slots_fit,
-    _slots_in_order,
-    _reused,
-    _lifetimes,
-    _assigns,
-)
+CHECKS: tuple[Check, ...] = (_slots_fit, _slots_in_order, _reused, _lifetimes, _assigns)

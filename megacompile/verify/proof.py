@@ -1,28 +1,18 @@
 """Proves that a schedule is free of races, leaks and mix-ups; every schedule is checked before it
 runs.
 
-What must hold, given [Note: happens-before] in `megacompile.ir.edges`:
-
-- ops get the values that are meant for them, and the backward gets those that the forward read:
-  `verify.argument_checks`;
-- memory is not reused while it is read: `verify.memory_checks`;
-- results are consumed once, and `optimizer.step()` updates the buckets that got gradients, once:
-  `verify.bucket_checks`;
-- accesses to the parts of a bucket are ordered, in a graph and around the cycle:
-  `verify.cycle_checks`.
-
-The checks read only the graphs, without device or data.
+The checks read only the graphs, without device or data. What follows from them is true in every
+interleaving of the streams: [Note: happens-before] in `megacompile.ir.edges`.
 
 [Note: collectives of ranks] A collective completes when all ranks have issued it, and the
 collectives of one rank complete in the order in which it issues them. So ranks must issue the same
-sequence; otherwise one waits for a collective that another never issues, or unrelated values are
-combined. A rank issues its collectives in program order in every interleaving, because they share
-an in-order stream and the runtime lets none overtake a deferred one (`Streams._must_wait`). The
-sequence of a rank can therefore be read from its graph.
+sequence. A rank issues its collectives in program order in every interleaving, because they share
+an in-order stream and the runtime lets none overtake a deferred one (`Streams._must_wait`), so its
+sequence can be read from its graph.
 
 With equal sequences there is no deadlock. All ops of a rank can run in program order, because edges
-that point backward are hazards. Ranks with the same sequence meet at each collective in turn,
-so their program orders, joined there, are an order in which all ops of all ranks can run.
+that point backward are hazards. The program orders of ranks, joined at each collective, are an
+order in which all ops of all ranks can run.
 """
 
 from __future__ import annotations
@@ -32,12 +22,7 @@ from torch import fx
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.verify import (
-    argument_checks,
-    bucket_checks,
-    cycle_checks,
-    memory_checks,
-)
+from megacompile.verify import argument_checks, bucket_checks, cycle_checks, memory_checks
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 from megacompile.views.python import table
 
@@ -48,7 +33,7 @@ _CHECKS: tuple[Check, ...] = (
     *memory_checks.CHECKS,
     *bucket_checks.CHECKS,
 )
-_JOINED = (
+_OF_ALL_GRAPHS = (
     argument_checks.saved_values,
     argument_checks.left_taken,
     bucket_checks.updates,
@@ -85,4 +70,4 @@ def hazards(schedule: Schedule) -> list[Hazard]:
     if any(hazard.kind is HazardKind.ARGUMENTS for hazard in found):
         return found  # the checks below need complete arguments
     found += [hazard for view in views for check in _CHECKS for hazard in check(view)]
-    return found + [hazard for joined in _JOINED for hazard in joined(views)]
+    return found + [hazard for check in _OF_ALL_GRAPHS for hazard in check(views)]
