@@ -9,8 +9,7 @@ and this process loads each result from the caches in tens of milliseconds.
 
 Workers start while a model is captured, because importing torch takes seconds. They load no
 kernels, so they take no device memory and tune nothing, and end when they have been idle. This
-process compiles what they cannot (no caches, a graph or options that cannot be sent, a worker that
-ends or takes too long).
+process compiles what they cannot (a graph that cannot be sent, a worker that ends).
 
 MEGACOMPILE_COMPILE_PROCESSES sets their number; by default some with a GPU and many cores.
 """
@@ -26,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -64,7 +63,8 @@ class CompileJob(NamedTuple):
     """The request to compile a graph in a worker process."""
 
     graph: bytes  # see `compat.packed_graph`
-    inputs: bytes  # see `_described`
+    hints: Mapping[Any, int | float]  # of the inputs' symbols
+    inputs: Sequence[Any]  # `TensorMeta`s, `Number`s and plain values
     settings: bytes  # see `compat.compile_settings`
     caches: dict[str, str]  # environment variables with the caches' folders
     cpu_threads: int
@@ -121,7 +121,7 @@ class CompilePool:
         self.patience_s = patience_s
         self._idle_s = idle_s
         self._used = False  # were graphs submitted?
-        self._jobs: queue.SimpleQueue[tuple[Future[None], CompileJob] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[None], bytes] | None] = queue.SimpleQueue()
         self._processes = [
             Process(__name__, request, sees_gpus=device is not None, answers=True)
             for _ in range(count)
@@ -133,17 +133,26 @@ class CompilePool:
 
     def submit(self, graphs: Iterable[GraphToCompile]) -> Jobs:
         """Submit graphs to the workers, in this order."""
-        settings = functools.cache(compat.compile_settings)
         jobs, self._used = Jobs(self), True
+        settings = functools.cache(compat.compile_settings)
         for graph in graphs:
-            job = _job(graph, settings)
-            if job is not None:
-                future = jobs.futures[graph.part] = Future()
-                self._jobs.put((future, job))
+            try:
+                job = pickle.dumps(_job(graph, settings))
+            except Exception as error:  # pickling user classes may raise anything
+                log.logger("compile").info("a graph cannot be sent to a worker process: %s", error)
+                continue
+            future = jobs.futures[graph.part] = Future()
+            self._jobs.put((future, job))
         return jobs
 
     def _serve(self, process: Process) -> None:
         """Send jobs to one process, one by one."""
+
+        def carry_out(job: bytes) -> None:
+            process.send(job)
+            if (answer := process.hear()) != _READY:
+                raise RuntimeError(answer or "the process has ended")
+
         works = process.hear() == _READY
         while works:
             try:
@@ -154,14 +163,13 @@ class CompilePool:
                 continue
             if item is None:
                 break
-            fulfil(item[0], functools.partial(_carry_out, process, item[1]))
+            fulfil(item[0], functools.partial(carry_out, item[1]))
             works = process.status is None
         process.stop()
         if self.is_over:
-            with contextlib.suppress(queue.Empty):
-                while True:  # fail the jobs that have not started
-                    if (item := self._jobs.get_nowait()) is not None:
-                        fulfil(item[0], _no_process)
+            while not self._jobs.empty():
+                if (item := self._jobs.get()) is not None:
+                    item[0].cancel()
             self._jobs.put(None)  # the other threads end too
 
     @property
@@ -181,24 +189,8 @@ class CompilePool:
             self._processes.clear()
 
 
-def _no_process() -> None:
-    raise RuntimeError("the processes have ended")
-
-
-def _job(graph: GraphToCompile, settings: Callable[[], bytes]) -> CompileJob | None:
-    """The request for a worker process; None if the graph cannot be sent."""
-    try:
-        packed, inputs = compat.packed_graph(graph.module), _described(graph.inputs)
-        given = settings()
-    except Exception as error:  # pickling user classes may raise anything
-        log.logger("compile").info("a graph cannot be sent to a worker process: %s", error)
-        return None
-    caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
-    return CompileJob(packed, inputs, given, caches, torch.get_num_threads())
-
-
-def _described(inputs: Sequence[torch.Tensor]) -> bytes:
-    """Pickle the inputs' metadata and the hints of their symbols."""
+def _job(graph: GraphToCompile, settings: Callable[[], bytes]) -> CompileJob:
+    """The request for a worker process. Raises errors of any kind if the graph cannot be sent."""
 
     def described(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -208,15 +200,11 @@ def _described(inputs: Sequence[torch.Tensor]) -> bytes:
             return Number(expression, hint)
         return value
 
-    fakes = compat.fakes_in(inputs)
-    return pickle.dumps(({} if fakes is None else fakes.hints, list(map(described, inputs))))
-
-
-def _carry_out(process: Process, job: CompileJob) -> None:
-    process.send(pickle.dumps(tuple(job)))
-    answer = process.hear()
-    if answer != _READY:
-        raise RuntimeError(answer or "the process has ended")
+    fakes = compat.fakes_in(graph.inputs)
+    hints = {} if fakes is None else fakes.hints
+    caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
+    packed, inputs = compat.packed_graph(graph.module), list(map(described, graph.inputs))
+    return CompileJob(packed, hints, inputs, settings(), caches, torch.get_num_threads())
 
 
 # In a worker process.
@@ -228,7 +216,7 @@ def main(request: bytes) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output goes to stderr
     jobs: queue.SimpleQueue[CompileJob] = queue.SimpleQueue()
-    end_with_the_pipe(lambda message: jobs.put(CompileJob(*message)))
+    end_with_the_pipe(jobs.put)
     compat.use_compile_threads(threads)
     compat.start_compile_workers()
     answer = _READY
@@ -250,22 +238,16 @@ def _compile(job: CompileJob, device: int | None, threads: int) -> None:
     torch.set_num_threads(job.cpu_threads)
     if device:
         torch.cuda.set_device(device)
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, TensorMeta):
+            return value.empty()
+        return value.zeros() if isinstance(value, Number) else value
+
     with compat.without_device_memory():
-        compat.compile_inductor(compat.unpacked_graph(job.graph), _made(job.inputs))
-
-
-def _made(inputs: bytes) -> list[torch.Tensor]:
-    """Create fake inputs from the bytes of `_described`."""
-    hints, metas = pickle.loads(inputs)
-    if not hints:
-        with compat.fake_mode():
-            return [meta.empty() if isinstance(meta, TensorMeta) else meta for meta in metas]
-    fakes = compat.SymbolicFakes(hints)
-    with fakes:
-        return [
-            meta.empty() if isinstance(meta, TensorMeta) else fakes.number(meta.expression)
-            for meta in metas
-        ]
+        with compat.SymbolicFakes(job.hints) if job.hints else compat.fake_mode():
+            inputs = list(map(fake, job.inputs))
+        compat.compile_inductor(compat.unpacked_graph(job.graph), inputs)
 
 
 # The pool of this process.
@@ -281,8 +263,7 @@ def start(device: torch.device) -> None:
         return
     _pool = None
     count = _count(device)
-    able = compat.compiles_in_processes() and compat.compiles_without_device()
-    if count and able and sys.executable:
+    if count and sys.executable and compat.compiles_in_processes():
         index = (device.index or 0) if device.type == "cuda" else None
         try:
             _pool = CompilePool(count, index, _THREADS)
@@ -320,21 +301,23 @@ def compiling(
 ) -> Iterator[Take]:
     """A context in which worker processes compile `count` graphs for a device. Starts processes for
     many graphs if there are none. Yields `Jobs.take`."""
-    if count >= _MANY:
-        start(device)
-    if _pool is None or _pool.is_over or not compat.compiles_without_device():
+    jobs = submit(graphs, device, count=count)
+    if jobs is None:
         yield lambda part: None
         return
-    jobs = _pool.submit(graphs())
     try:
         yield jobs.take
     finally:
         jobs.withdraw()
 
 
-def submit(graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device) -> Jobs | None:
-    """Compile graphs in worker processes in the background; None if none can be started."""
-    if not compat.compiles_without_device():
+def submit(
+    graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device, *, count: int = _MANY
+) -> Jobs | None:
+    """Compile graphs in worker processes in the background; None if there are none. Starts
+    processes for many graphs."""
+    if not compat.compiles_in_processes():
         return None
-    start(device)
-    return None if _pool is None else _pool.submit(graphs())
+    if count >= _MANY:
+        start(device)
+    return None if _pool is None or _pool.is_over else _pool.submit(graphs())

@@ -97,8 +97,8 @@ class Process:
         """Close the pipes in a child of a fork, which must not end the process."""
         if in_child:
             self._end.detach()
-            _close(self._process, self._errors)
             self._process.returncode = 0  # the child cannot wait for it
+            _stop(self._process, self._errors)
 
 
 def _stop(process: subprocess.Popen[bytes], errors: Any) -> None:
@@ -108,32 +108,28 @@ def _stop(process: subprocess.Popen[bytes], errors: Any) -> None:
         except (AttributeError, OSError):  # no process groups here, or it has ended
             process.kill()
         process.wait()
-    _close(process, errors)
-
-
-def _close(process: subprocess.Popen[bytes], errors: Any) -> None:
     for pipe in (process.stdin, process.stdout, errors):
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
 
 
-def end_with_the_pipe(read: Callable[[bytes], object] = lambda message: None) -> None:
+def end_with_the_pipe(read: Callable[[Any], object] = lambda message: None) -> None:
     """End this helper process when the pipe from its parent closes. A thread calls `read` with each
     pickle from the pipe."""
     assert isinstance(sys.stdin, io.TextIOWrapper)
     pipe = sys.stdin.detach()  # or Python closes it at exit, and aborts if a thread reads it
-    threading.Thread(target=_until_it_closes, args=(pipe, read), daemon=True).start()
 
+    def until_it_closes() -> None:
+        try:
+            while True:
+                read(pickle.load(pipe))
+        except (EOFError, pickle.UnpicklingError):  # closed, maybe in the middle of a pickle
+            if hasattr(os, "killpg"):
+                os.killpg(0, signal.SIGKILL)
+            os._exit(1)
 
-def _until_it_closes(pipe: Any, read: Callable[[bytes], object]) -> None:
-    try:
-        while True:
-            read(pickle.load(pipe))
-    except (EOFError, pickle.UnpicklingError):  # closed, maybe in the middle of a pickle
-        if hasattr(os, "killpg"):
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
+    threading.Thread(target=until_it_closes, daemon=True).start()
 
 
 # Host memory of helper processes, which a budget leaves free: those that run in the first step.
@@ -147,9 +143,9 @@ _UPDATE = 800 * _MIB  # the Python process that compiles an update, and the C++ 
 
 def processes(options: Options) -> list[tuple[str, int]]:
     """Processes that may run next to a model on CUDA, with the host memory of each in bytes."""
-    helpers: list[tuple[str, int]] = []
     if options.lowering is not Lowering.INDUCTOR:
-        return helpers
+        return []
+    helpers: list[tuple[str, int]] = []
     if (count := compat.compile_threads()) > 1:
         helpers.append((f"{count} processes that compile kernels", _FIRST + count * _WORKER))
     if options.optimizer is None and compat.has_cpp_compiler():

@@ -278,18 +278,15 @@ def compile_threads() -> int:
 
 
 def compiles_in_processes() -> bool:
-    """True if other processes may compile for this one."""
-    return code_cache() is not None and inductor_config.compile_threads != 1
+    """True if other processes, which load no kernels, may compile for this one: with caches, and
+    without autotuning."""
+    tunes = inductor_config.max_autotune or inductor_config.max_autotune_gemm
+    return code_cache() is not None and inductor_config.compile_threads != 1 and not tunes
 
 
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles kernels, unless the user disabled them."""
     async_compile.maybe_warm_pool()
-
-
-def compiles_without_device() -> bool:
-    """True if Inductor can compile where it cannot load kernels: without autotuning."""
-    return not (inductor_config.max_autotune or inductor_config.max_autotune_gemm)
 
 
 @contextmanager

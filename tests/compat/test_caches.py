@@ -128,8 +128,10 @@ def test_who_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         compat.use_compile_threads(7)
         assert config.compile_threads == compat.compile_threads() == 7
         assert compat.compiles_in_processes()
-        with config.patch(fx_graph_cache=False):
-            assert not compat.compiles_in_processes()
+        tuned = ({"max_autotune": True}, {"max_autotune_gemm": True})
+        for options in ({"fx_graph_cache": False}, *tuned):
+            with config.patch(options):
+                assert not compat.compiles_in_processes()
     warm = "torch._inductor.async_compile.maybe_warm_pool"
     assert callable(torch._inductor.async_compile.maybe_warm_pool)
     monkeypatch.setattr(warm, lambda: asked.append(True))
@@ -155,11 +157,6 @@ def test_a_graph_is_the_same_in_another_process() -> None:
 
 def test_code_is_made_without_device_memory() -> None:
     """Nothing is loaded, and no fake tensor is a reason for a context."""
-    config = torch._inductor.config
-    assert compat.compiles_without_device()
-    for name in ("max_autotune", "max_autotune_gemm"):
-        with config.patch({name: True}):
-            assert not compat.compiles_without_device()
     stock = CachingAutotuner.precompile, fake_tensor.init_gpu_context
     with compat.without_device_memory():
         fake_tensor.init_gpu_context(torch.device("cuda:99"))
