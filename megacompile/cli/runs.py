@@ -25,26 +25,6 @@ _UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "_s": "s"}  # by the end of a 
 # --- demo
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, pre-norm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, context, width), same as the result
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 32)).transpose(1, 3)
-        q, k, v = heads.unbind(2)  # each (batch, heads, context, 32)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        result: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
-        return result
-
-
 class GPT(nn.Module):
     """A byte-level language model; returns the loss in nats per byte."""
 
@@ -52,14 +32,21 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(_VOCABULARY, _WIDTH)
         self.position = nn.Parameter(torch.zeros(_CONTEXT, _WIDTH))
-        self.blocks = nn.ModuleList(Block(_WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                *(_WIDTH, 4, 4 * _WIDTH, 0.0, F.gelu), batch_first=True, norm_first=True
+            )
+            for _ in range(4)
+        )
+        mask = nn.Transformer.generate_square_subsequent_mask(_CONTEXT)
+        self.register_buffer("mask", mask)
         self.norm = nn.LayerNorm(_WIDTH)
         self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, context + 1) int64
         x = self.token(tokens[:, :-1]) + self.position
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self.mask, is_causal=True)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
 
 
