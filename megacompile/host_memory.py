@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -70,83 +71,51 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) 
 
 def total_bytes() -> int:
     """The machine's memory, within the limits of this process."""
-    limits = [each["max"] for each in _cgroups() if "max" in each]
     total: int = psutil.virtual_memory().total
-    return min([total, *limits, *(limit for limit, _ in _rlimits())])
+    return min([total, *(limit for limit, _ in _limits())])
 
 
 def available_bytes() -> int:
     """Free memory, within the limits of this process, its cgroup and the parents of that."""
     free: int = psutil.virtual_memory().available
-    left = [
-        each["max"] - each["current"] + each.get("inactive_file", 0)
-        for each in _cgroups()
-        if "max" in each and "current" in each
-    ]
-    return min([free, *left, *(limit - used for limit, used in _rlimits())])
+    return min([free, *(limit - used for limit, used in _limits())])
 
 
 def in_ram_bytes() -> int:
     """Anonymous and shared memory of this process in RAM, page-locked memory included. On systems
     that do not distinguish them, pages of files count too."""
-    lines = _read(Path("/proc/self/status")).splitlines()
-    kinds = dict(line.split(":", 1) for line in lines)
-    if "RssAnon" in kinds and "RssShmem" in kinds:
-        return 1024 * sum(int(kinds[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    kinds = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+)", _read(Path("/proc/self/status")), re.M)
+    if len(kinds) == 2:
+        return 1024 * sum(map(int, kinds))
     return int(psutil.Process().memory_info().rss)
 
 
-_V2 = {"memory.max": "max", "memory.current": "current"}
-_V1 = {"memory.limit_in_bytes": "max", "memory.usage_in_bytes": "current"}
-_FILES = {"inactive_file": "inactive_file", "total_inactive_file": "inactive_file"}  # of .stat
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes"
+_V2 = "memory.max", "memory.current"
 
 
-def _cgroups() -> list[dict[str, int]]:
-    """Figures in bytes of this process's cgroup and its parents: "max" (a limit), "current",
-    "inactive_file". A container sees its own at the root; a SLURM job or systemd unit is deeper."""
-    found = []
-    for root, path, names in _places():
-        for folder in (path, *path.parents):
-            place = Path("/sys/fs/cgroup", root, *folder.parts[1:])
-            if says := _figures(place, names):
-                found.append(says)
-    return found
-
-
-def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
-    """Location of this process's cgroup: its root folder, its path, and the names of its files."""
+def _limits() -> Iterator[tuple[int, int]]:
+    """(limit, use) in bytes of this process's cgroup and its parents, and of the process (`ulimit
+    -v`, `ulimit -d`). A container sees its own cgroup at the root; a SLURM job or systemd unit is
+    deeper. Called for each new buffer, so it reads no more files than it must."""
     paths = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         controllers, _, place = line.partition(":")[2].partition(":")
-        if not controllers or "memory" in controllers.split(","):
+        if (not controllers or "memory" in controllers.split(",")) and ".." not in place:
             paths["memory" if controllers else ""] = PurePosixPath(place)
     for root, path in paths.items():
-        yield root, path if ".." not in path.parts else PurePosixPath("/"), _V1 if root else _V2
-
-
-def _figures(place: Path, names: dict[str, str]) -> dict[str, int]:
-    """Figures of one cgroup; {} if it has no limit. Called for each new buffer, so it reads no more
-    files than it must."""
-    found: dict[str, int] = {}
-    for name in (*names, "memory.stat"):  # the limit comes first
-        for line in _read(place / name).splitlines():
-            key, _, value = line.rpartition(" ")
-            if (known := names.get(name) or _FILES.get(key)) and value != "max":
-                found[known] = int(value)
-        if "max" not in found:
-            break
-    return found
-
-
-def _rlimits() -> list[tuple[int, int]]:
-    """Limits of this process (`ulimit -v`, `ulimit -d`), and its use of each."""
+        for each in (path, *path.parents):
+            folder = Path("/sys/fs/cgroup", root, *each.parts[1:])
+            limit, used = (folder / name for name in (_V1 if root else _V2))
+            if (most := _read(limit).strip()).isdecimal():  # else "max", or no such file
+                stat = _read(folder / "memory.stat")
+                cached = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M) or [0]
+                yield int(most), int(_read(used) or 0) - int(cached[-1])
     pages = _read(Path("/proc/self/statm")).split()
-    if resource is None or not pages:
-        return []
-    places = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
-    limits = [(resource.getrlimit(kind)[0], int(pages[k])) for kind, k in places]
-    page_bytes, none = resource.getpagesize(), resource.RLIM_INFINITY
-    return [(limit, used * page_bytes) for limit, used in limits if limit != none]
+    if resource is not None and pages:
+        for kind, k in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
+            if (most_bytes := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+                yield most_bytes, int(pages[k]) * resource.getpagesize()
 
 
 def _read(path: Path) -> str:
