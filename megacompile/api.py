@@ -26,6 +26,7 @@ from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.methods import ModuleCall, replace_methods
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
+from megacompile.text import format_bytes
 from megacompile.validate import (
     check_model,
     check_optimizer,
@@ -237,23 +238,19 @@ def _is_megacompiled(
     check_model(model, meta=True, sharded=shared)
     if present is None:
         return False
-    name = type(model).__name__
+    why = "is megacompiled already, "
     if not isinstance(present, StreamedModel):
-        raise OptionError(
-            f"megacompile(): {name} was compiled with model.compile() already; leave out that "
-            "call: megacompile compiles the model"
+        why = (
+            "was compiled with model.compile() already; leave out that call: megacompile compiles "
+            "the model"
         )
-    if present.options != options:
-        raise OptionError(
-            f"megacompile(): {name} is megacompiled already, with other options; call it once, "
-            "with the options you want"
-        )
-    if checkpoint is not None:
-        raise OptionError(
-            f"megacompile(): {name} is megacompiled already, and has values; pass checkpoint= in "
-            "the first call, or use model.load_state_dict()"
-        )
-    return True
+    elif present.options != options:
+        why += "with other options; call it once, with the options you want"
+    elif checkpoint is not None:
+        why += "and has values; pass checkpoint= in the first call, or use model.load_state_dict()"
+    else:
+        return True
+    raise OptionError(f"megacompile(): {type(model).__name__} {why}")
 
 
 def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting:
@@ -266,7 +263,10 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
         beside = processes(options)
         size = sum(size for _, size in beside)
         host_bytes = budget_bytes(held_bytes(model), share=share, beside_bytes=size)
-        log.host_budget(type(model).__name__, host_bytes, beside)
+        left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside) or "none"
+        text = "%s: host memory budget %s; reserved for other processes: %s"
+        names = type(model).__name__, format_bytes(host_bytes), left
+        log.logger("memory").info(text, *names)
     if ranks is None:
         return Setting(options, host_bytes=host_bytes)
     use_cores(ranks.mesh)

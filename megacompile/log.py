@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from megacompile.errors import OptionError
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.capture import Capture
 from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.text import format_bytes, source_line
 
@@ -39,7 +38,6 @@ SUBJECTS = {
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 _configured = ""  # the variable when it was last read
-_levels: dict[str, int] = {}  # of the subjects that it named
 _handler: logging.Handler | None = None
 
 
@@ -53,7 +51,7 @@ def logger(subject: str) -> logging.Logger:
 def configure() -> None:
     """Apply MEGACOMPILE_LOG, once for each value. Raises an OptionError if it names an unknown
     subject."""
-    global _configured, _handler, _levels
+    global _configured, _handler
     value = os.environ.get(VARIABLE, "")
     root = logging.getLogger("megacompile")
     if root.level == logging.NOTSET:
@@ -61,18 +59,16 @@ def configure() -> None:
     if value == _configured:
         return
     levels = _parsed(value)
-    _configured = value
-    for subject in _levels.keys() | levels.keys():  # keeps levels that the user has set
+    for subject in _parsed(_configured) | levels:  # keeps levels that the user has set
         logger(subject).setLevel(levels.get(subject, logging.NOTSET))
-    _levels = levels
+    _configured = value
     if _handler is not None:
         root.removeHandler(_handler)
-        root.propagate, _handler = True, None
+    root.propagate = not levels  # or the root logger's handlers would print it again
     if levels:
         _handler = logging.StreamHandler()
         _handler.setFormatter(logging.Formatter(_FORMAT))
         root.addHandler(_handler)
-        root.propagate = False  # the root logger's handlers would print it again
 
 
 def _parsed(value: str) -> dict[str, int]:
@@ -94,12 +90,6 @@ def _parsed(value: str) -> dict[str, int]:
 
 
 # Messages, by subject.
-
-
-def captured(capture: Capture, stages: Schedule) -> None:
-    """Log that Dynamo's graph was bound to its inputs and partitioned."""
-    counts = len(capture.inputs), capture.device, len(stages.stages)
-    logger("capture").info("%s: %d inputs on %s, %d stages", capture.name, *counts)
 
 
 def pass_done(name: str, record: PassRecord, nodes_before: int) -> None:
@@ -124,14 +114,6 @@ def schedule_made(schedule: Schedule) -> None:
         logger("schedule").debug("%s", schedule.code())
 
 
-def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -> None:
-    """Log the default host memory budget of a model, and the memory left for other processes:
-    (what, bytes)."""
-    left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside) or "none"
-    text = "%s: host memory budget %s; reserved for other processes: %s"
-    logger("memory").info(text, name, format_bytes(size_bytes), left)
-
-
 def buckets_placed(name: str, buckets: Sequence[Bucket], node: object = None) -> None:
     """Log the host buckets of a model, and their NUMA node."""
     total = format_bytes(sum(bucket.size_bytes for bucket in buckets))
@@ -154,42 +136,28 @@ def own_code(name: str, why: str) -> str:
     return why
 
 
-def compiled(name: str, found: int, made: int, time_s: float) -> None:
-    """Log how a schedule got its code: graphs `found` in a cache, which compile processes may have
-    filled meanwhile, and graphs `made` here."""
-    if found or made:
-        text = "%s: compiled %d templates in %.1f s (%d from the cache)"
-        logger("compile").info(text, name, found + made, time_s, found)
-
-
-def update_compiled(name: str, *, found: bool, time_s: float) -> None:
-    """Log that the code of an update is ready."""
-    text = "%s: compiled to C++ in %.1f s%s"
-    logger("compile").info(text, name, time_s, " (from the cache)" if found else "")
-
-
 def took(what: str, time_s: float) -> None:
     """Log the time of a finished wait, if it is long enough to matter."""
     if time_s >= 0.01:
         logger("time").info("%s took %.2f s", what, time_s)
 
 
-# Counts of code that was compiled in this process or taken from caches.
-
-
 @dataclass(slots=True)
 class CodeCounts:
-    """Counts of one kind of code: graphs, or kernels."""
+    """Counts of one kind of code that was compiled in this process or taken from caches."""
 
-    found: int = 0  # in caches, graphs compiled meanwhile by compile processes included
+    found: int = 0  # graphs in caches, those compiled meanwhile by compile processes included
     made: int = 0  # compiled in this process
     time_s: float = 0.0  # spent by this process to load and compile them
 
-    def add(self, *, found: int, made: int, time_s: float) -> None:
-        """Add to the counts."""
-        self.found += found
-        self.made += made
-        self.time_s += time_s
+    def add(self, name: str, found: int, made: int, time_s: float) -> None:
+        """Add to the counts, and log them for a schedule or an update."""
+        if found or made:
+            self.found += found
+            self.made += made
+            self.time_s += time_s
+            text = "%s: compiled %d graphs in %.1f s (%d from the cache)"
+            logger("compile").info(text, name, found + made, time_s, found)
 
 
 UPDATES = CodeCounts()  # optimizers' updates on the host, in C++

@@ -62,22 +62,9 @@ def constant_key(value: Any) -> Hashable:
     return key_of(value, other)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Object:
-    """An object compared by identity."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 def function_key(function: Any) -> Hashable:
-    """A key for functions with the same code and the same closure; other objects are compared by
-    identity."""
+    """A key for live functions with the same code and the same closure; other objects are compared
+    by identity."""
     if type(function) is not types.FunctionType or not function.__closure__:
         return function  # type: ignore[no-any-return]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -86,7 +73,7 @@ def function_key(function: Any) -> Hashable:
     except ValueError:  # a cell is empty
         return function
     around = (function.__globals__, *defaults, *inside)
-    return function.__code__, tuple(map(_Object, around))
+    return function.__code__, tuple(map(id, around))
 
 
 def graph_key(module: fx.GraphModule) -> Hashable:
@@ -106,21 +93,13 @@ def graph_key(module: fx.GraphModule) -> Hashable:
 
     for i, node in enumerate(module.graph.nodes):
         position[node] = i
-        target = function_key(node.target)
-        if node.op == "get_attr":
-            target = _attribute_key(operator.attrgetter(str(node.target))(module))
-        elif node.op == "call_module":
-            target = _attribute_key(module.get_submodule(str(node.target)))
-        elif node.op in ("placeholder", "output"):
-            target = None
+        target = None if node.op in ("placeholder", "output") else function_key(node.target)
+        if node.op in ("get_attr", "call_module"):
+            value = operator.attrgetter(str(node.target))(module)  # kept alive by the graph
+            is_graph = isinstance(value, fx.GraphModule)
+            target = ("graph", graph_key(value)) if is_graph else ("object", id(value))
         rows.append((node.op, target, key_of((node.args, node.kwargs), other)))
     return tuple(rows)
-
-
-def _attribute_key(value: Any) -> Hashable:
-    if isinstance(value, fx.GraphModule):
-        return ("graph", graph_key(value))
-    return ("object", id(value))  # kept alive by the captured graph
 
 
 @dataclass(frozen=True, slots=True)

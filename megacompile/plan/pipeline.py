@@ -135,7 +135,9 @@ class Pipeline:
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = _run(stages, [("strides", settle)])
-        log.captured(capture, stages)
+        counts = len(capture.inputs), capture.device, len(stages.stages)
+        text = "%s: %d inputs on %s, %d stages"
+        log.logger("capture").info(text, capture.name, *counts)
         return replace(stages, plan=Plan(reasons=reasons))
 
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:

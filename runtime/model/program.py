@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile import compat, log, notices, progress
+from megacompile import compat, notices, progress
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
@@ -171,11 +171,8 @@ def compiling(name: str, machine: Machine) -> Iterator[None]:
     before, start = compat.cache_counts(), time.perf_counter()
     with _stages_own_ambient():
         yield
-    found, made = compat.cache_counts().since(before)
-    time_s = time.perf_counter() - start
-    log.compiled(name, found, made, time_s)
-    if found or made:
-        machine.code.add(found=found, made=made, time_s=time_s)
+    counts = compat.cache_counts().since(before)
+    machine.code.add(name, *counts, time.perf_counter() - start)
 
 
 @contextlib.contextmanager

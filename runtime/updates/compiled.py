@@ -115,9 +115,8 @@ class Compiled:
             self._refuse(str(error).strip().partition("\n")[0])
             return
         self.done = True
-        (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
-        UPDATES.add(found=found, made=made, time_s=time_s)
-        log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
+        counts = compat.cache_counts().since(before)
+        UPDATES.add(f"{self.rule.name} in C++", *counts, time.perf_counter() - start)
 
     def _refuse(self, why: str) -> None:
         self.done = True

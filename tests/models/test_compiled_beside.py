@@ -81,6 +81,6 @@ def test_no_graph_is_compiled_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     done = python("-c", ELSEWHERE, PYTHONPATH=paths, MEGACOMPILE_LOG="compile")
     total, made = done.stdout.split()
     assert made == "0" and float(total) == found
-    lines = [line for line in done.stderr.splitlines() if " templates in " in line]
+    lines = [line for line in done.stderr.splitlines() if " graphs in " in line]
     said = [line.partition("compiled ")[2].replace("(", "").split() for line in lines]
     assert said and all(words[0] == words[5] for words in said), "all of them from the cache"
