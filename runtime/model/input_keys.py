@@ -1,5 +1,7 @@
 """The inputs of a captured graph: calls with equal keys may share a program.
 
+Dynamo captures another graph where a parameter was frozen or unfrozen since.
+
 Building the keys of hundreds of inputs takes milliseconds of Python, and in training only the batch
 differs. So a call is first compared with the last call (`LastCall`): parameters by identity, other
 tensors by torch's guards, in C.
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
-from operator import attrgetter, call, is_, itemgetter, ne
+from operator import call, is_, itemgetter, ne
 from typing import Any
 from weakref import ref
 
@@ -48,7 +50,7 @@ def key_of(place: Place, arg: Any, any_size: bool = False) -> Hashable:
     its sizes are symbols; a parameter is bound to its place in either case."""
     if isinstance(arg, StreamedParameter):
         bucket, index = place(arg)
-        return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
+        return (bucket.key, index)
     if _is_packed(arg):
         wrapping, parts = packed.taken_apart(arg)
         return (wrapping, *(key_of(place, part) for part in parts))
@@ -120,7 +122,6 @@ class LastCall:
         self._proxies_of, self._tensors_of = _taker(proxies), _taker(tensors)
         self._numbers_of = _taker(numbers)
         self._proxies = [ref(proxy) for proxy in self._proxies_of(args)]
-        self._trained = list(map(_TRAINED, self._proxies_of(args)))
         self._numbers = list(map(constant_key, self._numbers_of(args)))
         found = self._tensors_of(args)
         self._alike = compat.tensor_guards(found)
@@ -139,8 +140,6 @@ class LastCall:
         proxies = self._proxies_of(args)
         if not all(map(is_, proxies, map(call, self._proxies))):
             return False
-        if list(map(_TRAINED, proxies)) != self._trained:
-            return False
         if list(map(constant_key, self._numbers_of(args))) != self._numbers:
             return False
         tensors = self._tensors_of(args)
@@ -154,9 +153,6 @@ class LastCall:
             if is_changed or tensor.untyped_storage().data_ptr() in self._homes:
                 return False
         return True
-
-
-_TRAINED = attrgetter("param.requires_grad")
 
 
 def _taker(positions: Sequence[int]) -> Any:

@@ -128,13 +128,14 @@ ROWS: dict[str, Row] = {
 
 
 def assert_call_same(plain: Any, streamed: Any, *args: Any, seed: int = 0) -> None:
-    losses = []
+    losses, drawn = [], []
     for each in (plain, streamed):
         torch.manual_seed(seed)
         losses.append(each(*args))
         if losses[-1].requires_grad:
             losses[-1].backward()
-    assert equal(*losses)
+        drawn.append(torch.rand(1))  # the next number
+    assert equal(*losses) and equal(*drawn)
     assert_same(plain, streamed)
 
 

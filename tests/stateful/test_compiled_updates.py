@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megacompile.errors import BackwardError
 from tests import inside
 from tests.interrupts import traced
-from tests.stateful.late import AtCall
+from tests.stateful.late import AtCall, late
 from tests.zoo import assert_close, twins
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -313,6 +313,33 @@ def test_a_gradient_is_refused(config: str) -> None:
                 optimizer.zero_grad()
     for one, other in zip(plain, streamed, strict=True):
         assert_close(one, other, 1e-5)
+
+
+class Shifted(nn.Module):
+    """Its backward reads no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList(torch.zeros(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for shift in self.shifts:
+            x = x + shift
+        return x.sum()
+
+
+def test_a_backward_that_waits_for_no_parameter_waits_for_the_update() -> None:
+    """Which reads the gradients that it writes."""
+    both = twins(Shifted(), lowering="inductor", progress=False, device_update=0)
+    late(both[1])
+    for model in both:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        losses = [model(torch.ones(4, 16)) * i for i in (1, 2)]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert_close(*both, 1e-5)
 
 
 def test_updates_in_the_background_are_out_of_the_compilers_hands(

@@ -7,6 +7,7 @@ Rates of GPUs that they measure, and of disks: with two processes, and who is sl
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import re
@@ -22,12 +23,15 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
 
 from megacompile.cost import rank_rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.errors import RankError
 from megacompile.ir.edges import Collectives
 from megacompile.runtime.device.agreement import Agreement, Note, Wait
+from megacompile.runtime.device.ranks import Ranks
+from tests.processes import group_of_one
 from tests.ranks.here import error_of
 
 FORWARD = Collectives("forward of Net", ("0ALL_GATHER of a", "1ALL_GATHER of b"), "digest f")
@@ -292,3 +296,14 @@ def test_a_disk_is_measured_by_one_of_its_ranks(
     assert agree("12", is_measured=False) == [None, *[(2, 500, None)] * 2, None]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")  # two have another model
     assert agree("12") == [None, *[(4, 250, "a")] * 2, None]
+
+
+def test_meshes_of_other_shapes_have_groups_of_their_own() -> None:
+    """Of the same ranks; and a mean is over the ranks that replicate."""
+    with group_of_one():
+        meshes = [init_device_mesh("cpu", sizes) for sizes in ((1,), (1, 1))]
+        flat, replicated = (Ranks.of(mesh, torch.device("cpu")) for mesh in meshes)
+        assert len(flat.groups) == 1 and len(replicated.groups) == 2
+        gradient = torch.full((3,), 8.0)
+        dataclasses.replace(replicated, replicas=4, count=2).average_late({"a": gradient})
+        assert gradient.tolist() == [2.0, 2.0, 2.0]

@@ -5,10 +5,10 @@ leak, too much memory, a wrong report or plan. Left out is code that runs on a G
 
 A file of the product, and its faults:
 
-    == runtime/model/input_keys.py
-    key-requires-grad: A parameter that was frozen or unfrozen since is trained as before.
-    - return (bucket.key, index, arg.param is not None and arg.param.requires_grad)
-    + return (bucket.key, index)
+    == runtime/model/captured.py
+    key-overlaps: A program for separate inputs runs on overlapping ones.
+    - return (ambient, self._overlaps(args), *map(self._key, whole))
+    + return (ambient, *map(self._key, whole))
 
 A text that nothing replaces is whole lines, which go; a lone `+` is an empty text. `@` is the place
 of the probe (`Fault.near`).
