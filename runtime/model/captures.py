@@ -113,11 +113,11 @@ class Captures:
                     loaded = code.load(_LOADING_S)
                 if loaded:  # all of the code that was compiled in the background
                     code.use()
+        show = self.buckets.options.progress
+        with nullcontext() if made else line("capturing the model", show):
             result = self._until_done(run, compiled, attempts, before)
+        if made:
             self._note_made(compiled, made, time.perf_counter() - start_s)
-        else:
-            with line("capturing the model", self.buckets.options.progress):
-                result = self._until_done(run, compiled, attempts, before)
         if infers:
             self._note_inference(inferences, sum(map(_MADE, self.graphs)) - sum(made))
         return result

@@ -109,7 +109,7 @@ def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> It
         del values, shared
         stack.enter_context(ranks.together(what))
         for module in modules:
-            whole = _gather_module(module, keeps=writes)
+            whole = _of_shared(module, functools.partial(_gather, writes))
             put = functools.partial(_put, whole if writes else {})
             stack.callback(module.register_state_dict_post_hook(put).remove)
         for optimizer in optimizers:
@@ -122,15 +122,12 @@ def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> It
         yield True
 
 
-def _gather_module(module: nn.Module, *, keeps: bool) -> dict[str, torch.Tensor]:
-    made: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-    kept: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if compat.is_sharded(value):
-            if id(value) not in made:
-                made[id(value)] = _gather(keeps, value)
-            kept[name] = made[id(value)]
-    return kept
+def _of_shared(module: nn.Module, make: Callable[[Any], Any]) -> dict[str, Any]:
+    """The result of `make` for each shared tensor of a state dict; tied tensors stay tied."""
+    every = module.state_dict(keep_vars=True).items()
+    shared = {name: value for name, value in every if compat.is_sharded(value)}
+    made = {key: make(value) for key, value in {id(v): v for v in shared.values()}.items()}
+    return {name: made[id(value)] for name, value in shared.items()}
 
 
 def _gather(keeps: bool, value: Any) -> Any:
@@ -144,10 +141,8 @@ def shapes(modules: Sequence[nn.Module]) -> Iterator[None]:
     has its own memory, and tied tensors share theirs."""
     with ExitStack() as stack:
         for module in modules:
-            every = module.state_dict(keep_vars=True).items()
-            shared = {name: value for name, value in every if compat.is_sharded(value)}
-            each = {id(v): torch.empty(v.shape, dtype=v.dtype) for v in shared.values()}
-            put = functools.partial(_put, {name: each[id(v)] for name, v in shared.items()})
+            untouched = _of_shared(module, lambda v: torch.empty(v.shape, dtype=v.dtype))
+            put = functools.partial(_put, untouched)
             stack.callback(module.register_state_dict_post_hook(put).remove)
         yield
 

@@ -264,13 +264,11 @@ class UpdateOps(OpGroup):
         states, weights = staging.states.of(host), staging.updates.of(host)
 
         def written(made: InFlight) -> InFlight:
-            work, name = made, host.layout.name
-            if weights is not None:
-                what = f"{bucket.label}WRITE_WEIGHTS of {name!r}"
-                work = staging.write(weights, part.indices, what, work, made.wait)
-            if states is not None:
-                what = f"{bucket.label}WRITE_STATE of {name!r}"
-                work = staging.write(states, None, what, work, made.wait)
+            work = made
+            for lease, params, kind in (weights, part.indices, "WEIGHTS"), (states, None, "STATE"):
+                if lease is not None:
+                    what = f"{bucket.label}WRITE_{kind} of {host.layout.name!r}"
+                    work = staging.write(lease, params, what, work, made.wait)
             return work
 
         staged = [each for each in (states, weights) if each is not None]

@@ -146,10 +146,8 @@ class Machine:
 
     def note_backward(self, executor: Any) -> None:
         """Record that an executor's backward has run: its update is part of the next step."""
-        before = [] if self.stepped else self.trained
-        self.stepped = False
-        others = (r for r in before if r() is not None and r() is not executor)
-        self.trained = [weakref.ref(executor), *others]
+        others = [] if self.stepped else [r for r in self.trained if r() not in (None, executor)]
+        self.stepped, self.trained = False, [weakref.ref(executor), *others]
 
     def give_up(self, error: BaseException) -> None:
         """End the updates and the leases of a run that has failed."""
