@@ -98,6 +98,7 @@ class Released:
         pending = self.buckets.machine.pending
         if pending:
             gc.collect()  # frees an unreferenced loss
+            _clear_queue()
         if pending:
             raise ModelError(
                 f"released(): a forward of {self._name} waits for its backward, whose tensors are "
@@ -175,6 +176,14 @@ class Released:
                         self.away.discard(key)
             finally:
                 buckets.moved()
+
+
+def _clear_queue() -> None:
+    """Drop the graph that a backward which failed inside another one (a reentrant checkpoint) has
+    left in torch's queue of this thread until the next backward."""
+    with torch.inference_mode(False), torch.enable_grad():
+        one = torch.ones((), device="cpu", requires_grad=True)
+        (one * 1).backward()
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")

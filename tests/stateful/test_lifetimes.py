@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from megacompile import full_parameters, megacompile, released, schedules, unmegacompile
 from megacompile.errors import (
@@ -192,6 +193,24 @@ def test_what_cannot_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning), released(model):
         assert inside.residents(model) == placed
     step(model, batch())
+
+
+def test_a_backward_that_failed_within_another_one_waits_for_nothing() -> None:
+    """Torch's queue keeps the graph of the other one until the next backward."""
+    model = megacompile(stack()[0], device="cpu", lowering="eager", resident="all")
+
+    def fails(gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    x, y = batch().values()
+    loss = model(x, y) + checkpoint(model, x.requires_grad_(), y, use_reentrant=True)
+    handle = model.head.weight.register_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    del loss
+    with torch.inference_mode(), released(model):
+        assert not inside.residents(model)
 
 
 @pytest.mark.parametrize("fails", [False, True])
