@@ -49,7 +49,7 @@ EXAMPLES ?= .examples
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-# The versions stand in pyproject.toml and in compat/ too: tests/compat/test_caches.py compares them.
+# The versions stand in pyproject.toml and in compat/ too: tests/compat/test_compilers.py compares them.
 MATRIX ?= 2.11 2.12 2.13 2.14 2.15
 # Torch's private APIs, capture, numbers, gradients, the update, loops over real models: what a new
 # version of torch breaks.

@@ -309,25 +309,6 @@ def test_who_relies_on_a_relation_or_a_size_is_noted() -> None:
     assert fakes.broken([16]).startswith("the first relies on ")
 
 
-def test_the_python_of_a_module_is_written_when_it_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graph = fx.Graph()
-    written: list[int] = []
-    write = fx.Graph.python_code
-
-    def noting(self: fx.Graph, *args: Any, **named: Any) -> Any:
-        written.append(1)
-        return write(self, *args, **named)
-
-    monkeypatch.setattr(fx.Graph, "python_code", noting)
-    graph.output(graph.call_function(operator.neg, (graph.placeholder("x"),)))
-    module = compat.graph_module(nn.Module(), graph)
-    assert isinstance(module, fx.GraphModule) and not written
-    assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and written
-    assert "neg" in module.code
-
-
 def test_inputs_are_put_first() -> None:
     """Torch 2.11 writes such graphs."""
     graph = fx.Graph()

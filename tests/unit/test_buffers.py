@@ -21,18 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import megacompile
-from megacompile.errors import HostMemoryError, OptimizerError
+from megacompile.errors import HostMemoryError
 from megacompile.host_memory import PAGE_LOCKS, PageLocks
 from megacompile.ir.buckets import Slot
 from megacompile.ir.tensors import TensorMeta
-from megacompile.runtime.device.buffers import HostBudget, HostBuffer
+from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.pool import OnHost
 from megacompile.runtime.device.ranks import checksum
 from megacompile.runtime.device.streams import DeviceSlots
-from megacompile.runtime.disk import Disk, Way
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.params.pending import Fill, Left
-from megacompile.runtime.updates.staging import BucketBuffers, BucketLease
+from megacompile.runtime.params.pending import Fill
 from tests import inside
 from tests.checkpoints import layout_of, odd_tensors
 
@@ -41,22 +39,6 @@ def slots_of(*sizes: int) -> DeviceSlots:
     made = DeviceSlots(torch.device("cpu"))
     made.require([Slot(i, size) for i, size in enumerate(sizes)])
     return made
-
-
-def test_only_what_is_too_small_grows() -> None:
-    with torch.inference_mode():
-        slots = slots_of(100, 300)
-    assert not slots.buffers[0].is_inference(), "what follows writes to it outside of that mode"
-    first, second = slots.buffers
-    generation = slots.generation
-    for wanted in ([Slot(0, 100), Slot(1, 200)], []):
-        slots.require(wanted)
-        assert slots.buffers[0] is first and slots.buffers[1] is second
-    assert slots.generation == generation, "nothing was lost"
-    slots.require([Slot(0, 200), Slot(1, 200), Slot(2, 200)])
-    assert [buffer.numel() for buffer in slots.buffers] == [200, 300, 200]
-    assert slots.buffers[0] is not first and slots.buffers[1] is second
-    assert slots.generation > generation, "a backward must not take what was in the old buffer"
 
 
 def test_weights_are_views_with_the_values_of_the_bucket() -> None:
@@ -95,39 +77,6 @@ def test_views_of_a_buffer_that_grew_or_is_forgotten_are_made_anew() -> None:
     slots.require([a])
     assert [weight.shape for weight in slots.weights(a, new)] == [(2, 2)]
     assert slots.generation > generation
-
-
-def test_leases_of_a_run_that_failed_say_so(tmp_path: Path) -> None:
-    """One that has a buffer, and one that waits for it."""
-    disk, budget = Disk(tmp_path), HostBudget()
-    host = SimpleNamespace(layout=SimpleNamespace(name="layer"))
-    pool: Any = BucketBuffers(CPU, "a pool", "states", budget)
-    pool.require(1, 64)
-    leases: Any = [BucketLease(pool, host, [bytearray(64)]) for _ in range(2)]  # type: ignore
-    for lease in leases:
-        pool.lend(lease, disk.request(Way.READ, [], "a read"))
-    leases[0].wait()
-    pool.give_up(leases[::-1])
-    for lease in leases:
-        assert lease.done()
-        with pytest.raises(OptimizerError):
-            lease.wait()
-    pool.require(1, 48)
-    pool.give_up([])  # waits for its thread
-    assert budget.held_bytes == 0, "smaller ones do now"
-
-
-def test_what_two_failures_have_torn_is_restored_by_both() -> None:
-    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    pending = HostBucket(layout_of(params), params, pin=False).pending
-    for i, param in enumerate(params):
-        pending.tear("a failure", {i: Left.of(param, [])})
-    for param in reversed(params):
-        with pytest.raises(OptimizerError):
-            pending.check()
-        with torch.no_grad():
-            param.copy_(torch.zeros(2))
-    pending.check()
 
 
 def new_pool() -> Any:
@@ -409,14 +358,6 @@ def test_what_fails_leaves_the_values_where_they_were() -> None:
         bucket.pending.wait()
     assert [p.data_ptr() for p in params] == places
     assert all(torch.equal(p, want) for p, want in zip(params, wanted, strict=True))
-
-
-def test_what_is_computed_from_the_values_comes_at_once() -> None:
-    """A copy that is streamed is made of them."""
-    params = [nn.Parameter(torch.randn(4))]
-    half = layout_of([params[0].detach().bfloat16()])
-    bucket = HostBucket(half, params, pin=False, filling=(CPU, Later()))  # type: ignore[arg-type]
-    assert not filling(bucket)
 
 
 PART = 2**18  # int32 that are summed at once

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -126,22 +126,30 @@ def chunked(given: Capture, **options: Any) -> tuple[Capture, tuple[str, ...]]:
     return result
 
 
-class Largest(fx.Interpreter):
-    """Runs a graph; the size of the largest tensor that it computes."""
+class Watch(TorchDispatchMode):
+    """The largest tensor that any operator gives, and how many matrix products there are."""
 
-    numel = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = self.products = 0
 
-    def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        if n.op not in ("placeholder", "output") and isinstance(found, Tensor):
-            self.numel = max(self.numel, found.numel())
-        return found
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def watched(call: Callable[[], Any]) -> Watch:
+    watch = Watch()
+    with watch:
+        call()
+    return watch
 
 
 def largest(of: Capture, *inputs: Any) -> int:
-    runs = Largest(of.module)
-    runs.run(*inputs)
-    return runs.numel
+    return watched(lambda: of.module(*inputs)).largest
 
 
 def gradients(of: Capture, *inputs: Any) -> list[Tensor]:
@@ -156,10 +164,16 @@ def gradients(of: Capture, *inputs: Any) -> list[Tensor]:
     return [loss.detach(), *(g for g in found if g is not None)]
 
 
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
+    """Within `tolerance` of the largest element of what is wanted; NaN for NaN."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    atol = tolerance * float(want.detach().nan_to_num().abs().max())
+    torch.testing.assert_close(got, want, rtol=0, atol=atol, equal_nan=True)
+
+
 def assert_close(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for one, other in zip(mine, theirs, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+        close(one, other, 2e-5)
 
 
 @pytest.mark.parametrize("name", [*LOSSES, ""])
@@ -292,19 +306,10 @@ def make(
     return ChunkedHead(hidden, weight, offset if bias else None, target, of_class, options)
 
 
-def close(got: Tensor, want: Tensor, tolerance: float = 1e-5) -> None:
-    """Within `tolerance` of the largest element of what is wanted; NaN for NaN."""
-    assert got.dtype == want.dtype and got.shape == want.shape
-    atol = tolerance * float(want.detach().nan_to_num().abs().max())
-    torch.testing.assert_close(got, want, rtol=0, atol=atol, equal_nan=True)
-
-
 def same(head: ChunkedHead, mean: bool, *, scale: float = 1.0, chunk: int = CHUNK) -> None:
     want, got = head.plain(mean), head.chunked(mean, chunk)
     close(got, want)
-    pairs = zip(head.gradients(got, scale), head.gradients(want, scale), strict=True)
-    for mine, theirs in pairs:
-        close(mine, theirs)
+    assert_close(head.gradients(got, scale), head.gradients(want, scale))
 
 
 def test_any_count_of_tokens_and_size_of_chunk() -> None:
@@ -357,28 +362,6 @@ def test_a_target_that_is_no_class(target: int) -> None:
     for loss in (head.plain, head.chunked):
         with pytest.raises(IndexError, match=str(target)):
             loss()
-
-
-class Watch(TorchDispatchMode):
-    """The largest tensor that any operator gives, and how many matrix products there are."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.largest = self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
-        if isinstance(result, Tensor):
-            self.largest = max(self.largest, result.numel())
-        return result
-
-
-def watched(call: Callable[[], Any]) -> Watch:
-    watch = Watch()
-    with watch:
-        call()
-    return watch
 
 
 def test_no_more_than_a_chunk_of_logits_and_no_work_that_nobody_wants() -> None:

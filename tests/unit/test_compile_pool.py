@@ -53,10 +53,21 @@ def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     assert alive() == []
 
 
-def alive() -> list[int]:
-    """Processes that this one has started, but for those of other tests."""
+def processes() -> list[psutil.Process]:
+    """Those that this one has started, and that are not over."""
     found = psutil.Process().children(recursive=True)
-    return [each.pid for each in found if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def alive() -> list[int]:
+    return [each.pid for each in processes()]
+
+
+def ended() -> None:
+    """Wait for the threads that wait for the processes of a pool."""
+    for thread in threading.enumerate():
+        if thread.name == "megacompile-compile":
+            thread.join()
 
 
 def graph() -> GraphToCompile:
@@ -109,28 +120,19 @@ def test_what_no_process_has_begun_is_withdrawn(children: Run) -> None:
 
 
 @pytest.mark.parametrize("does", ["exit 1", "echo nothing; exec sleep 100"])
-def test_processes_that_do_not_get_ready_are_over(does: str, children: Run) -> None:
+def test_processes_that_do_not_get_ready_are_over(
+    does: str, children: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ends before it has read its request, which is longer than a pipe holds."""
+    if does == "exit 1":
+        monkeypatch.setattr(sys, "path", [*sys.path, "/" + "x" * 2**20])
     children(does)
     pool = CompilePool(1, None, 1)
     asked = graph()
     jobs = pool.submit([asked])
-    for thread in threading.enumerate():
-        if thread.name == "megacompile-compile":
-            thread.join()
+    ended()
     assert pool.is_over and jobs.done()
     jobs.take(asked.part)
-
-
-def test_one_that_ends_before_it_has_read_its_request(
-    children: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request is longer than a pipe holds."""
-    monkeypatch.setattr(sys, "path", [*sys.path, "/" + "x" * 2**20])
-    children("exit 1")
-    pool = CompilePool(1, None, 1)
-    asked = graph()
-    pool.submit([asked]).take(asked.part)
-    pool.stop()
 
 
 def test_their_children_end_with_them(children: Run, tmp_path: Path) -> None:
@@ -199,9 +201,7 @@ def test_they_are_started_for_many_graphs_and_end_when_idle(
         assert len(alive()) == 2
     compile_pool.stop()
     CompilePool(2, None, 1, idle_s=0.1).submit([])
-    for thread in threading.enumerate():
-        if thread.name == "megacompile-compile":
-            thread.join()
+    ended()
     assert alive() == []
 
 
@@ -246,31 +246,18 @@ DTYPE = torch.float16  # of its own, as what there is already is not asked for a
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Call it with what each process does, a line of sh; Inductor's caches are empty."""
-    script = tmp_path / "python"
-
-    def does(line: str) -> None:
-        script.write_text(f"#!/bin/sh\n{line}\n")
-        script.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(script))
-
+def beside(children: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+    """The same; Inductor's caches are empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    does(FOREVER)
+    children(FOREVER)
     # Inductor would start the script, too: to compile kernels, and to try vector instructions.
     monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", lambda: [])
     monkeypatch.setattr(torch._inductor, "compile", uncompiled)
     gc.collect(1)  # optimizers of other tests
     with torch._inductor.config.patch(compile_threads=1):
-        yield does
+        yield children
     for each in processes():
         each.kill()
-
-
-def processes() -> list[psutil.Process]:
-    """Those that this one has started, and that are not over."""
-    found = psutil.Process().children()
-    return [each for each in found if each.status() != psutil.STATUS_ZOMBIE]
 
 
 def trained(make: Callable[[nn.Module], Any], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -287,9 +274,7 @@ def backward(model: Any) -> None:
     model(torch.ones(2, 4, dtype=DTYPE)).sum().backward()
 
 
-def test_a_fork_while_a_process_is_waited_for(
-    beside: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_while_a_process_is_waited_for(beside: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data loaders fork in the first step. The child closes the pipes that threads here read."""
     monkeypatch.setenv(compile_pool.VARIABLE, "2")
     with torch._inductor.config.patch(compile_threads=8):
@@ -309,7 +294,7 @@ def test_a_fork_while_a_process_is_waited_for(
     assert found == (child, 0)
 
 
-def test_a_process_that_refuses_is_believed(beside: Callable[[str], None]) -> None:
+def test_a_process_that_refuses_is_believed(beside: Run) -> None:
     """Torch makes the update for good; that is said once, with the compiler's reason."""
     beside("echo 'no compiler here' >&2; exit 3")
     inside.say_again()
@@ -349,7 +334,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], list[str
 
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_it_begins_when_the_first_backward_is_planned(
-    case: str, beside: Callable[[str], None], caplog: pytest.LogCaptureFixture
+    case: str, beside: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For the optimizer that there is, before it steps; and the step asks for nothing else."""
     make, options, rules = OPTIMIZERS[case]

@@ -252,38 +252,6 @@ def test_it_finds_what_the_simulation_knows(name: str) -> None:
         assert next(iter(found)) == name
 
 
-GRAPHS = ("forward", "backward", "update")
-
-
-@cache
-def whole() -> Any:
-    """A timeline of two steps, whose spans are moved by hand."""
-    return predicted_steps(made(), EVEN, OptimizerCost(), 2)
-
-
-def by_hand(*spans: tuple[str, str, float, float, int]) -> Any:
-    """Spans as (name, lane, start, stop, run); runs are forward, backward, update, forward, ..."""
-    named = {span.op.name: span for span in whole().spans}
-    found = []
-    for name, lane, start, stop, run in spans:
-        assert named[name].op.lane == lane
-        found.append(replace(named[name], start_s=start, stop_s=stop, run=run))
-    count = max((span[-1] for span in spans), default=-1) + 1
-    (one, *_) = whole().runs
-    runs = [replace(one, graph=GRAPHS[i % 3]) for i in range(count)]
-    return replace(whole(), spans=tuple(found), runs=tuple(runs))
-
-
-def test_what_ran_once_or_not_at_all() -> None:
-    one = by_hand(("0F", "compute", 1.0, 2.0, 0), ("0B", "compute", 2.0, 4.0, 1))
-    assert critical_path.period(one, MODEL) == critical_path.Period(1.0, 4.0, 1)
-    assert critical_path.period(one, "another") is None
-    assert critical_path.traced_steps(one, "another") is None
-    assert critical_path.traced_steps(by_hand(), MODEL) is None
-    forwards = by_hand(*(("0F", "compute", 3.0 * i, 3.0 * i + 1, 3 * i) for i in range(3)))
-    assert critical_path.period(forwards, MODEL) == critical_path.Period(1.0, 7.0, 2)
-
-
 SPECS: list[dict[str, Any]] = [
     {},
     {"training": False, "changes": {1}},

@@ -30,7 +30,6 @@ from megacompile.passes.stages.strides import lay_channels_last
 from tests.actions import parse
 from tests.capturing import Config, Kernel, Rounding
 from tests.planned import PASSES, rows
-from tests.zoo import twins
 
 needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="no C++ compiler here")
 
@@ -340,33 +339,3 @@ def test_constants_and_closures_are_told_by_what_they_are() -> None:
     hidden = types.FunctionType(inner.__code__, {}, closure=(types.CellType(),))
     for function in (torch.relu, around, functools.partial(around, 1), "relu", hidden):
         assert function_key(function) is function, "what is no closure is itself"
-
-
-class Views(nn.Module):
-    """Views that change nothing, and views that do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = x * self.weight
-        return (
-            x.view(6, 4).view(24) + 1,
-            x.transpose(0, 1).view(3, 2, 2, 2).view(3, 2, 4) + 1,
-            x.view(2, 3, 4).expand(2, 3, 4).detach() * 2,
-            x.unsqueeze(0).expand(2, 2, 3, 4) * 2,
-            x.transpose(0, 1).contiguous().view(6, 4) * 2,
-            x.detach().view(torch.int32).view(24) + 1,
-            *x.split(1, 0),
-            *torch.max(x, -1),
-            torch.full_like(x, float("inf")) + x.to(torch.float64),
-        )
-
-
-def test_eager_code_gives_the_same_results() -> None:
-    plain, model = twins(Views())
-    x = torch.linspace(-1, 1, 24).view(2, 3, 4)
-    for wanted, got in zip(plain(x), model(x), strict=True):
-        assert got.dtype == wanted.dtype and got.stride() == wanted.stride()
-        assert torch.equal(got, wanted)

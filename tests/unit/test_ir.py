@@ -8,72 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile.cost.hardware import H200
-from megacompile.cost.memory import device_memory
-from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
-from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, Unit
-from megacompile.ir.ops.op import OPS, Show, Takes, Value, by_subject, op
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Unit
 from megacompile.ir.plan import Choice, Plan, SavedPart
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.stages.units import find_units
-from megacompile.verify.proof import hazards, verify
+from megacompile.verify.proof import verify
 from tests.actions import apply, parse
 from tests.capturing import capture, differentiated
 from tests.checkpoints import layout_of
-from tests.edits import edited, find
 from tests.planned import EVERYTHING, PASSES, built, passed, planned, rows
 from tests.zoo import Tower
-
-BUCKET = Bucket(0, "layers.3", (), 0, "3")
-
-
-# A new op is one declaration: the proof, the models of memory and the printed forms learn of it.
-
-
-def largest(bucket: Any, weights: Any) -> Any:
-    """The largest absolute value among the weights of a bucket."""
-
-
-@pytest.fixture
-def noting() -> Iterator[Schedule]:
-    """A schedule in which the largest weight of bucket 0 is noted behind its prefetch."""
-    declare = op(
-        Stream.COMPUTE,
-        by_subject,
-        gives=Value.DONE,
-        takes=(Takes(1, Value.WEIGHTS),),
-        show=Show.CELL,
-    )
-    declare(largest)
-    schedule = planned("0F 1F 2F 3F").copy()
-    prefetch = find(schedule, "forward", "0PREFETCH@0")
-    with schedule.forward.inserting_after(prefetch):
-        ops.call(schedule.forward, largest, prefetch.args[0], prefetch)
-    yield schedule
-    del OPS[largest]
-
-
-def test_a_declared_op_is_proved_shown_and_counted(noting: Schedule) -> None:
-    assert hazards(noting) == []
-    late = hazards(edited(noting, "forward: 0LARGEST before output"))
-    assert {h.kind.value for h in late} <= {"slot refilled"} and late
-    wrong = hazards(edited(noting, "forward: 0LARGEST[1] = 1PREFETCH@1"))
-    assert ("wrong argument", "0LARGEST") in {(h.kind.value, h.label) for h in wrong}
-    assert "0LARGEST" in noting.table()
-    assert "largest(bucket_0, w0)" in noting.code()
-    assert "LARGEST" in noting.diff(planned("0F 1F 2F 3F"))
-    assert device_memory(noting).peak.total_bytes > 0
-    assert "0LARGEST" in {event.label for event in simulate(noting, H200).events}
 
 
 def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
@@ -256,19 +209,6 @@ def test_parameters_that_are_nobodys_alone() -> None:
     assert shown(units) == "Module | layers.0* | layers.1*"
     assert params(units[0]) == "position"
     assert not units[0].modules, "no module is within it: what uses the parameter is its stage"
-
-
-def test_every_parameter_has_one_place_and_every_unit_its_modules() -> None:
-    model = tree(embed=linear(8), layers=layers(3), norm=nn.LayerNorm(16), head=linear(8))
-    for limit_bytes in (1 * KIB, 3 * KIB, 100 * KIB):
-        units = find_units(model, limit_bytes=limit_bytes)
-        places = [p.name for u in units for p in u.bucket.params]
-        assert sorted(places) == sorted(name for name, _ in model.named_parameters())
-    layer = model.get_submodule("layers.0")
-    units = find_units(model)
-    assert units[1].modules == {id(m) for m in layer.modules()}
-    assert units[1].roots == {id(layer)}
-    assert units[-1].roots == {id(model.norm), id(model.head)}
 
 
 def test_what_is_not_float32_is_not_cast() -> None:

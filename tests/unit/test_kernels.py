@@ -1,7 +1,8 @@
 """Every update kernel against its twin in plain torch, which test_rules.py holds to torch.optim.
 
-On a CUDA device the kernels are compiled, and all of this file is marked `gpu`; elsewhere Triton's
-interpreter runs them on host memory.
+And the kernel of a head's rows, against the gradient that autograd finds of the same sum. On CUDA
+the kernels are compiled, and all of this file is marked `gpu`; elsewhere Triton's interpreter runs
+them on host memory.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from allpairspy import AllPairs
+from torch import Tensor, nn
+from torch.optim import AdamW
 
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim import rule as table
@@ -36,18 +41,9 @@ Run = Callable[[OptimizerRule, Sequence[Update]], None]
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 EACH_RULE = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
-GROUP = {  # the options of every rule
-    "lr": 1e-2,
-    "betas": (0.9, 0.99),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "maximize": False,
-    "decoupled_weight_decay": True,
-    "amsgrad": False,
-    "momentum": 0.9,
-    "dampening": 0.1,
-    "nesterov": False,
-}
+# The options of every rule.
+GROUP = AdamW([nn.Parameter(torch.zeros(1))], 1e-2, (0.9, 0.99), weight_decay=0.1).param_groups[0]
+GROUP |= {"momentum": 0.9, "dampening": 0.1, "nesterov": False}
 PLAIN = {**GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}  # of SGD
 
 
@@ -353,3 +349,83 @@ def test_tables_in_flight_are_not_overwritten() -> None:
     for i in range(100):
         kernel(SGD, [updates[0]._replace(hyper=(1.0, 0.0, float(i), 0.0, 1.0, 1.0, 0.0))])
     assert (updates[0].param == sum(range(100))).all()
+
+
+def some_rows(
+    count: int, classes: int, dtype: torch.dtype = FP32, *, weighted: bool = False
+) -> Any:
+    """Rows of which every third is ignored."""
+    g = torch.Generator().manual_seed(classes)
+    logits = (4 * torch.randn(count, classes, generator=g)).to(dtype)
+    valid = torch.arange(count) % 3 != 1
+    target = torch.where(valid, torch.randint(0, classes, (count,), generator=g), 0)
+    weight = torch.rand(classes, generator=g).to(DEVICE) if weighted else None
+    return SimpleNamespace(
+        logits=logits.to(DEVICE),
+        target=target.to(DEVICE),
+        valid=valid.to(DEVICE),
+        class_weight=weight,
+        weight_sum=float(classes) if weight is None else weight.sum(),
+    )
+
+
+def check_rows(of: Any, label_smoothing: float = 0.0, *, block: int = 256) -> None:
+    """Logarithms of sums, weighted sums and gradients; without a gradient the logits stay."""
+    from megacompile.runtime.ops.cross_entropy_kernel import normalize_rows
+
+    smooth, before = label_smoothing != 0, of.logits.clone()
+    weight = torch.ones(before.shape[1], device=DEVICE)
+    weight = weight if of.class_weight is None else of.class_weight
+    a = weight[of.target] * of.valid * (1 - label_smoothing)
+    b = of.valid * (label_smoothing / before.shape[1])
+    z = before.float().requires_grad_()
+    lse = z.logsumexp(1)
+    loss = a * (lse - z.gather(1, of.target[:, None])[:, 0])
+    weighted = (z * weight).sum(1) if smooth else None
+    if weighted is not None:
+        loss = loss + b * (of.weight_sum * lse - weighted)
+    (gradient,) = torch.autograd.grad(loss.sum(), z)
+    for with_gradient in (False, True):
+        mine, sums = normalize_rows(of, a, b, smooth=smooth, gradient=with_gradient, block=block)
+        torch.testing.assert_close(mine, lse.detach(), rtol=1e-6, atol=1e-6)
+        assert (sums is None) == (weighted is None)
+        if sums is not None and weighted is not None:  # in another order: by what is added
+            of_terms = (z * weight).abs().sum(1)
+            torch.testing.assert_close(
+                sums / of_terms, (weighted / of_terms).detach(), rtol=0.0, atol=1e-6
+            )
+        assert with_gradient or torch.equal(of.logits, before)
+    # in the logits' dtype: a unit in the last place
+    eps = torch.finfo(before.dtype).eps
+    wanted = gradient.to(before.dtype)
+    torch.testing.assert_close(of.logits, wanted, rtol=2 * eps, atol=1e-6)
+    assert of.logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("classes", "dtype", "weighted", "label_smoothing"),
+    list(AllPairs([[1, 255, 256, 257, 1000], [FP32, BF16, FP16], [True, False], [0.0, 0.1]])),
+)
+def test_rows_of_a_head_and_autograd(
+    classes: int, dtype: torch.dtype, weighted: bool, label_smoothing: float
+) -> None:
+    """Smoothing over weighted classes is left to torch."""
+    weighted = weighted and not label_smoothing
+    check_rows(some_rows(5, classes, dtype, weighted=weighted), label_smoothing)
+
+
+def test_blocks_of_infinite_logits_and_those_far_from_zero() -> None:
+    """Masked classes at the start, at the end, and a whole block of them."""
+    of = some_rows(4, 1000)
+    of.logits[:, :600] = float("-inf")
+    of.logits[:, 900:] = float("-inf")
+    of.target.fill_(700)
+    check_rows(of)
+    of = some_rows(4, 600)
+    of.logits.add_(1e4)
+    check_rows(of)
+
+
+@pytest.mark.gpu
+def test_the_classes_of_a_large_model() -> None:
+    check_rows(some_rows(300, 152064, BF16), 0.1, block=8192)

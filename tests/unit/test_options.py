@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import megacompile as module
 from megacompile import Activations, Head, Lowering, Options, megacompile, notices, schedules
 from megacompile.errors import OptionError
-from tests import inside
 from tests.sources import ROOT
 from tests.training import adamw, data, net
 
@@ -145,15 +144,6 @@ def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
     """torch.device("cuda", 256) is cuda:0: an index of 8 bits."""
     with pytest.raises(OptionError, match=str(given)):
         Options.resolve(device=given)
-
-
-def test_a_refused_option_leaves_the_model_as_it_was() -> None:
-    model = nn.Linear(2, 2)
-    before = model.weight.data_ptr()
-    with pytest.raises(OptionError):
-        megacompile(model, lookahead=0)
-    assert not inside.is_streamed(model)
-    assert model.weight.data_ptr() == before
 
 
 WRITTEN: dict[Any, int] = {

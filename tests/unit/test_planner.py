@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
-from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.errors import ModelError
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Placement, Places
@@ -129,19 +128,6 @@ def test_with_room_for_everything_nothing_is_streamed(in_backward: bool) -> None
         assert others is not None and others.choice.places.resident == there
 
 
-def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
-    tower = problem(64 * GIB)
-    for count, keep in itertools.product((0, 3, 12), (0, 1, 6, 12)):
-        choice = Choice(keep, tower.places(count))
-        exact = tower.memory(choice).peak.total_bytes
-        quick = tower.resident_bytes(choice.places.resident, gradients=False)
-        quick += tower.peak_bytes(Choice(keep))
-        more = 3 * tower.buckets[0].size_bytes
-        if count == len(tower.buckets):  # the device helps nobody: no memory for that
-            more += CHUNKS * CHUNK_BYTES
-        assert exact <= quick <= exact + more
-
-
 class Whole(Problem):
     """A problem in which halves never fit."""
 
@@ -161,26 +147,6 @@ def test_stages_keep_half_where_that_pays() -> None:
     assert tower.expected_s(found.choice) < 0.99 * tower.expected_s(whole.choice)
 
 
-class AsMeasured(Problem):
-    """A problem without a slower host."""
-
-    def expected_s(self, choice: Choice) -> float:
-        return self.step_s(choice)
-
-
-def test_plans_are_compared_on_a_slower_host_too() -> None:
-    """A plan whose updates end just in time would wait for a slower host."""
-    hardware = H200.replace(update_gb_s=45.0)
-    tower = problem(0, tokens=8192)
-    tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=hardware)
-    sure = search(tower, device_update=False)
-    fastest = search(as_kind(AsMeasured, tower), device_update=False)
-    assert sure is not None and fastest is not None
-    assert sure.step_s == tower.step_s(sure.choice)
-    assert fastest.step_s < sure.step_s < 1.05 * fastest.step_s
-    assert tower.expected_s(sure.choice) < 0.99 * tower.expected_s(fastest.choice)
-
-
 def test_states_are_fetched_later_where_that_makes_room() -> None:
     """States are fetched only with the update in the backward."""
     tower = problem(64 * GIB, tokens=1024, in_backward=True)
@@ -196,33 +162,6 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert found is not None and found.choice.state_lookahead is None
     exact = problem(64 * GIB)
     assert exact.memory(Choice(0, state_lookahead=1)) == exact.memory(Choice(0))
-
-
-PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] = {
-    # with little memory it is better used for updates than for kept stages
-    "device_update": ({"tokens": 4096}, {"hardware": H200.replace(update_gb_s=20.0)}, 3, {}),
-    # they cost parameters and states, no gradients
-    "resident": ({"tokens": 4096, "in_backward": True}, {}, 3, {}),
-}
-
-
-@pytest.mark.parametrize("what", PAYS)
-def test_memory_goes_where_it_pays(what: str) -> None:
-    """To device updates for a slow host, residents in the backward."""
-    how, changes, factor, others = PAYS[what]
-    tower = replace(problem(0, **how), **changes)
-    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
-    tower = replace(tower, budget_bytes=int(factor * tower.floor_bytes()))
-    given = {"resident": what == "resident", **others}
-    found, fewer = search(tower, **given), search(tower, **{**given, what: False})
-    assert found is not None and fewer is not None
-    chosen, others = (
-        getattr(each.choice.places if what == "resident" else each.choice, what)
-        for each in (found, fewer)
-    )
-    assert chosen and not others
-    assert found.peak_bytes <= tower.budget_bytes
-    assert found.step_s < (1.0 if what == "resident" else 0.95) * fewer.step_s
 
 
 class Block(nn.Module):
@@ -278,16 +217,6 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
     if not in_backward:
         assert choice.keep == whole.stages and choice.tiles == 1, "where all is kept"
         assert step_s == whole.expected_s(choice)
-
-
-def test_the_longest_tile_stands_for_all_of_them() -> None:
-    """The last one is shorter if the number does not divide: 3, 3, 3 and 1 of 10 tokens."""
-    towers = [problem_of(captured(tower_of_blocks(), 1, tokens, 512)[0]) for tokens in (9, 10)]
-    fits, rest = (
-        tower.memory(Choice(0, tiles=tiles)).peak.total_bytes
-        for tower, tiles in zip(towers, (3, 4), strict=True)
-    )
-    assert fits <= rest
 
 
 class Toy(Problem):

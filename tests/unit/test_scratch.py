@@ -12,9 +12,7 @@ import mmap
 import os
 import random
 import resource
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,6 @@ from megacompile import DiskError, megacompile
 from megacompile.runtime.device.buffers import DiskBuffer
 from megacompile.runtime.disk import Way
 from tests import inside
-from tests.processes import in_child
 
 PAGE = mmap.PAGESIZE
 SIZE = 8 * PAGE
@@ -262,44 +259,6 @@ def test_mapping_and_direct_io_see_the_same(disk: Memory) -> None:
         else:
             buffer.madvise(mmap.MADV_DONTNEED)
     assert torch.equal(seen, plain)
-
-
-def test_a_child_does_not_write_into_the_file_and_gives_nothing_back(disk: Memory) -> None:
-    holder, ones = [disk.buffer(SIZE)], memory(value=1)
-    request = begun(disk.write(holder[0], ones))
-
-    def child() -> bool:
-        seen = holder[0].bytes(SIZE)
-        found = torch.equal(seen, ones) and not holder[0].disk.ours
-        seen[:PAGE] = 3
-        there = holder[0].bytes(SIZE).clone()
-        del seen
-        holder.clear()
-        gc.collect(1)
-        taken = disk.disk.used_bytes == SIZE and not disk.disk._given_back
-        return bool(found and taken and (there[:PAGE] == 3).all() and (there[PAGE:] == 1).all())
-
-    assert in_child(child)
-    done(request)
-    assert torch.equal(holder[0].bytes(SIZE), ones)
-    assert torch.equal(disk.contents(holder[0]), ones)
-
-
-def test_ctrl_c_while_it_waits(disk: Memory) -> None:
-    gate = threading.Event()
-    buffer, source = disk.buffer(SIZE), memory(value=5)
-    request = disk.write(buffer, source, before=gate.wait)  # which who waits begins
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-            request.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert not request.done()
-    gate.set()
-    request.wait()
-    assert torch.equal(disk.contents(buffer), source)
 
 
 def test_a_place_that_the_disk_refused_is_used_later(

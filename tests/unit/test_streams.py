@@ -300,47 +300,32 @@ def test_every_loop_drains_what_was_deferred(monkeypatch: pytest.MonkeyPatch) ->
 
 
 TRAINING = """
-import atexit, sys, threading, torch
-from torch import nn
-from megacompile import megacompile
-
-torch.set_num_threads(1)
-
-def train(model):
-    torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-
-def models():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    streamed = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    streamed.load_state_dict(plain.state_dict())
-    return plain, megacompile(streamed, device="cpu", lowering="eager")
+import atexit, threading, torch
+from tests.training import take_steps
+from tests.zoo import assert_same, stacks
 
 def compare():
-    plain, streamed = models()
-    train(plain)
-    train(streamed)
-    same = all(map(torch.equal, plain.parameters(), streamed.parameters()))
-    print("same" if same else "differs", flush=True)
+    plain, streamed, _ = stacks()
+    for model in (plain, streamed):
+        take_steps(model, torch.optim.AdamW(model.parameters(), 0.1), 5)
+    assert_same(plain, streamed)
+    print("same", flush=True)
+    return streamed
 
-def in_a_thread(run=compare):
-    def late():
-        threading.main_thread().join()
-        run()
-    threading.Thread(target=late).start()
+def late():
+    threading.main_thread().join()
+    compare()
 
+torch.set_num_threads(1)
+threading.Thread(target=late).start()
+atexit.register(compare)
+kept = compare()
 """
 
 
 def test_training_at_the_end_of_the_process() -> None:
     """In a thread, at exit, with an update in flight."""
-    script = "compare(); in_a_thread(); atexit.register(compare); kept = models()[1]; train(kept)"
-    done = python("-c", TRAINING + script)
+    done = python("-c", TRAINING)
     assert done.stderr == ""
     assert done.stdout.split() == ["same"] * 3
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -21,7 +22,6 @@ from typing import Any
 import pytest
 
 from megacompile import errors
-from megacompile.errors import MegacompileError
 from tests.faults.fault import check
 from tests.faults.listed import FAULTS
 from tests.sources import ROOT, dotted, files, imports
@@ -152,85 +152,57 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 FIRST = 8  # words of a message that the page must have
 HOLE = "..."
 REASONS = ("_Whole",)  # raised for their text, which a warning ends with
+WARNS = ("warn", "warn_once")
 SAYS = ("_say",)  # methods that warn with their argument
 MADE = ("_refused",)  # methods that make an error of their argument
 SAID = ("ignored_options", "unsupported_reason")  # functions whose text a warning passes on
 
 
-def user_errors(modules: Mapping[str, ast.Module]) -> set[str]:
-    """The classes that derive from `MegacompileError`, and those whose text a warning takes."""
-    known = {
-        n
-        for n, c in vars(errors).items()
-        if isinstance(c, type) and issubclass(c, MegacompileError)
-    }
-    for module in modules.values():
-        for node in ast.walk(module):
-            if isinstance(node, ast.ClassDef) and any(ast.unparse(b) in known for b in node.bases):
-                known.add(node.name)
-    return known | set(REASONS)
-
-
-def template(node: ast.expr) -> str | None:
-    """The text of an expression, `...` where it is computed; None where it is no text."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        parts = [HOLE if isinstance(v, ast.FormattedValue) else template(v) for v in node.values]
-        return "".join(part or "" for part in parts)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = template(node.left), template(node.right)
-        return None if left is None and right is None else (left or HOLE) + (right or HOLE)
-    return None
-
-
-def called(node: ast.expr) -> str:
+def called(node: ast.AST | None) -> str:
     """The last name of what a call calls; "" for anything else."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return ast.unparse(node.func).rpartition(".")[2]
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
-def functions(modules: Mapping[str, ast.Module]) -> dict[str, list[ast.FunctionDef]]:
-    """Those of each name. Each call that is looked up would walk the whole source for them."""
-    found: dict[str, list[ast.FunctionDef]] = {}
-    for module in modules.values():
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef):
-                found.setdefault(node.name, []).append(node)
-    return found
+Named = Mapping[str, list[ast.FunctionDef]]  # the functions of each name
 
 
-def returned(name: str, named: Mapping[str, list[ast.FunctionDef]]) -> list[str]:
+def texts(node: ast.AST | None, named: Named) -> list[str]:
+    """The messages that an expression may be: its own, `...` where it is computed, or those that
+    the function that it calls returns."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        parts = (texts(v, {}) if isinstance(v, ast.Constant) else [HOLE] for v in node.values)
+        return ["".join(itertools.chain(*parts))]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = (texts(side, {}) for side in (node.left, node.right))
+        return ["".join((left or [HOLE]) + (right or [HOLE]))] if left or right else []
+    return returned(called(node), named)
+
+
+def returned(name: str, named: Named) -> list[str]:
     """The texts that functions of a name return."""
     parts = [node for function in named.get(name, ()) for node in ast.walk(function)]
-    made = [template(n.value) for n in parts if isinstance(n, ast.Return) and n.value is not None]
-    return [text for text in made if text is not None]
-
-
-def texts(node: ast.expr, named: Mapping[str, list[ast.FunctionDef]]) -> list[str]:
-    """The messages that an expression may be: its own, or those of the function that it calls."""
-    text = template(node)
-    return returned(called(node), named) if text is None else [text]
+    return [text for n in parts if isinstance(n, ast.Return) for text in texts(n.value, {})]
 
 
 def messages(modules: Mapping[str, ast.Module]) -> dict[str, str]:
     """Message -> where it is raised or warned."""
-    known, named = user_errors(modules), functions(modules)
+    every = [(path, node) for path, module in modules.items() for node in ast.walk(module)]
+    known = {name for name in vars(errors) if name.endswith("Error")}  # and what derives from them
+    named: dict[str, list[ast.FunctionDef]] = {}
+    for _, node in every:
+        if isinstance(node, ast.FunctionDef):
+            named.setdefault(node.name, []).append(node)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(b) in known for b in node.bases):
+            known.add(node.name)
     found: dict[str, str] = {}
-    for path, module in modules.items():
-        for node in ast.walk(module):
-            given: list[ast.expr] = []
-            line = 0
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                is_ours = called(node.exc) in {*known, *MADE}
-                given, line = node.exc.args if is_ours else [], node.lineno
-            elif isinstance(node, ast.Call) and called(node) in ("warn", *SAYS):
-                given, line = node.args, node.lineno
-            elif isinstance(node, ast.Call) and called(node) == "warn_once":
-                given, line = node.args[1:], node.lineno  # after its subject
-            for text in texts(given[0], named) if given else ():
-                found[text] = f"{path}:{line}"
+    for path, node in every:
+        call = node.exc if isinstance(node, ast.Raise) else node
+        says = {*known, *REASONS, *MADE} if isinstance(node, ast.Raise) else {*WARNS, *SAYS}
+        if isinstance(call, ast.Call) and call.args and called(call) in says:
+            given = call.args[called(call) == "warn_once"]  # after its subject
+            found |= dict.fromkeys(texts(given, named), f"{path}:{call.lineno}")
     for name in SAID:
         found |= dict.fromkeys(returned(name, named), name)
     return found

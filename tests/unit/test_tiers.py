@@ -79,17 +79,6 @@ def test_less_host_memory_means_more_residents() -> None:
     assert not tower.fits_host(tower.with_residents(least - 1))
 
 
-def test_budgets_that_are_no_limits_change_nothing() -> None:
-    rich = wide_problem(True, host_budget_bytes=1000 * GIB)
-    for tower, other in (
-        (uneven_problem(), uneven_problem(host_budget_bytes=1000 * GIB)),
-        (rich, replace(rich, disk_budget_bytes=None)),
-    ):
-        found, limited = search(tower), search(other)
-        assert found is not None and limited is not None
-        assert found.choice == limited.choice and not found.choice.places.on_disk
-
-
 def test_inputs_wait_on_the_host_where_the_device_is_too_small() -> None:
     """As few as necessary, because they take host memory."""
     tower = uneven_problem()
@@ -163,16 +152,6 @@ def test_which_states(in_backward: bool) -> None:
     assert seen > 3
 
 
-def test_the_largest_live_on_the_device_before_most_others() -> None:
-    """Because slots are as large as the largest streamed bucket."""
-    tower = wide_problem(True)
-    last = replace(tower, undecided=[*tower.buckets[2:], *tower.buckets[:2]])
-    largest = max(tower.buckets, key=lambda bucket: bucket.size_bytes).key
-    four, first = last.places(4).resident, [b.key for b in last.candidates]
-    assert largest in four and four >= {*first[:3]}
-    assert replace(last, disk_budget_bytes=None).places(4).resident == {*first[:4]}
-
-
 def test_parameters_go_where_states_are_not_enough() -> None:
     """As few as necessary; none if a plan fits without, or if options forbid it."""
     tower = replace(wide_problem(True, "int8"), disk_weights=None)
@@ -211,14 +190,6 @@ def test_parameters_go_where_states_are_not_enough() -> None:
     two = Places.of(weights_on_disk=order[2:4])  # already there
     there = replace(small, here=two).settled(Choice(0)).places
     assert there.weights_on_disk == two.weights_on_disk
-
-
-def test_frozen_parameters_come_first_and_large_ones_last() -> None:
-    tower = wide_problem()
-    first, second, *equal = keys_of(tower)
-    order = [b.key for b in first_to_disk(tower.buckets, {first, *equal[::2]})]
-    assert {*order[-2:]} == {first, second} and {*order[: len(equal) // 2]} == {*equal[1::2]}
-    assert sorted(order) == sorted(keys_of(tower)) and first_to_disk([], ()) == []
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -260,27 +231,6 @@ def more(tower: Problem, lacks: dict[str, int]) -> Problem:
         host_budget_bytes=None if host is None else host + lacks.get(HOST, 0),
         disk_budget_bytes=None if disk is None else disk + lacks.get(DISK, 0),
     )
-
-
-def test_it_is_the_host_that_is_short() -> None:
-    """On so small a device that inputs of stages must wait on the host, which has too little. The
-    plan without anything there lacks much of the device, and is not what is shown."""
-    tower = replace(
-        problem(), budget_bytes=problem().peak_bytes(Choice(0, offload=problem().stages))
-    )
-    sizes = []
-    for rerun in (False, True):
-        choice = Choice(0, rerun=rerun)
-        few = tower.fewest_offloaded(choice)
-        if few is not None:
-            sizes.append(tower.host_bytes(replace(choice, offload=few)))
-    tower = replace(tower, host_budget_bytes=min(sizes) - 2**20)
-    assert search(tower) is None
-    found = nearest(tower)
-    lacks = tower.lacking(found)
-    assert (found.offload or found.rerun) and [*lacks] == [HOST] and lacks[HOST] <= 2**20
-    assert tower.lacking(Choice(0))[DEVICE] > lacks[HOST]
-    assert search(more(tower, lacks)) is not None
 
 
 @pytest.mark.parametrize("device", [0.05, 0.3])

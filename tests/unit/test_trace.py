@@ -11,7 +11,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from megacompile.views.timeline import Timeline
 from tests import inside
 from tests.stateful.late import late
 from tests.trace_events import faults
-from tests.zoo import Tower, batchnorm, stack, step, tied, twins
+from tests.zoo import Tower, batchnorm, stack, stacks, step, tied, twins
 
 HOST = "host"  # the lane
 QUIET = (ops.free, ops.defer_free, ops.begin)
@@ -113,8 +112,7 @@ def test_every_op_is_recorded_in_its_order(made: Any) -> None:
 
 def test_a_trained_model(ahead_s: list[float]) -> None:
     """Lengths, bytes, updates of the host as a lane, sums, and failures."""
-    _, model = twins(stack()[0])
-    inputs = stack()[1]
+    _, model, inputs = stacks()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, inputs)
     (schedule,) = schedules(model)
@@ -184,9 +182,9 @@ def check_sums(t: Trace) -> None:
 
 
 def test_nobody_waits_for_an_update_that_has_failed() -> None:
-    _, model = twins(stack()[0])
+    _, model, inputs = stacks()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step(model, stack()[1])
+    step(model, inputs)
     workers = late(model)
     workers.fails = schedules(model)[0].buckets[0].name
     with trace(model) as t:
@@ -194,13 +192,12 @@ def test_nobody_waits_for_an_update_that_has_failed() -> None:
         workers.finish()
     assert len(t.spans) == len(schedules(model)[0].buckets)
     with pytest.raises(OptimizerError):
-        step(model, stack()[1])
+        step(model, inputs)
 
 
-def test_blocks_of_several_traces_models_and_threads() -> None:
+def test_blocks_of_several_traces() -> None:
     """Each trace has its part on its own time axis; outside of traces nothing is recorded."""
-    models = [twins(stack()[0])[1] for _ in range(2)]
-    model, inputs = models[0], stack()[1]
+    _, model, inputs = stacks()
     first, second = trace(model), trace(model)
     with trace(model) as outer:
         step(model, inputs)
@@ -224,18 +221,6 @@ def test_blocks_of_several_traces_models_and_threads() -> None:
     assert shift > outer.measured.of_run(1)[-1].stop_s, "each begins its own axis"
     with pytest.raises(TraceError), inner:
         pass
-    found: list[Trace] = []
-
-    def run(each: Any) -> None:
-        with trace(each) as mine:
-            for _ in range(5):
-                each(**inputs)
-        found.append(mine)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run, models))
-    assert [len(t.measured.runs) for t in found] == [5, 5]
-    assert tracer_of(models[0]) is tracer_of(models[1]) is None
     for wrong in ((nn.Linear(2, 2),), ()):
         with pytest.raises(ModelError):
             trace(*wrong)

@@ -1,7 +1,8 @@
-"""What compat takes for granted of Inductor's caches, and of graphs for other processes.
+"""What compat takes for granted of Dynamo, of Inductor's caches, and of graphs for other processes.
 
-And the package states the versions of torch. These tests ask torch itself, so they fail where a new
-version does something else: `make matrix` runs them on all.
+Containers, as Dynamo traces them, beside plain Python; and the caches of the allocator. The package
+states the versions of torch. These tests ask torch itself, so they fail where a new version does
+something else: `make matrix` runs them on all.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import re
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, fx, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile import compat
+from tests.zoo import equal
 
 
 def test_caches_that_are_off_are_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -197,3 +202,174 @@ def test_the_bounds_of_torch_are_what_the_matrix_runs() -> None:
     (torch,) = [each for each in dependencies if re.match(r"torch\W", each)]
     major, minor = matrix()[-1].split(".")
     assert torch == f"torch>={matrix()[0]},<{major}.{int(minor) + 1}"
+
+
+def eager(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    del examples
+    return module.forward
+
+
+@pytest.mark.gpu
+def test_page_locked_memory_is_given_back() -> None:
+    torch.cuda.init()  # there are no figures before
+    compat.release_pinned_cache(torch.device("cuda"))
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > held
+    compat.release_pinned_cache(torch.device("cuda"))
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == held
+
+
+@pytest.mark.gpu
+def test_caches_are_given_back() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    held = torch.cuda.memory_allocated()  # by the tests before
+    a = torch.ones(2048, 2048, device=device)
+    (a @ a).sum().item()  # makes a workspace
+    del a
+    reserved = torch.cuda.memory_reserved()
+    compat.release_device_cache(device)
+    assert torch.cuda.memory_allocated() <= held
+    assert torch.cuda.memory_reserved() <= reserved - 16 * 2**20  # that of `a` at least
+
+
+class Keeps(nn.Module):
+    """Has a full deque, and an ordered dict; `change` uses them in each call."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor], longest: int | None) -> None:
+        super().__init__()
+        self.change = change
+        self.last: deque[Tensor] = deque([torch.ones(2), torch.ones(2) * 2], longest)
+        self.named = OrderedDict((name, torch.ones(2) * (i + 1)) for i, name in enumerate("abc"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+def weighted(values: Any) -> Tensor:
+    """Depends on the order."""
+    found = torch.zeros(2)
+    for i, value in enumerate(values):
+        found = found + value * (i + 1)
+    return found
+
+
+def pop_and_append(m: Any, x: Tensor) -> Tensor:
+    first = m.last.popleft()
+    m.last.append(x)
+    m.last.append(x + first)
+    return weighted(m.last)
+
+
+def copied(m: Any, x: Tensor) -> Tensor:
+    copy = m.last.copy()
+    copy.append(x)
+    return weighted(copy)
+
+
+def in_turn(m: Any, x: Tensor) -> Tensor:
+    name, value = m.named.popitem(last=False)
+    m.named[name] = value
+    return x * value
+
+
+def cache(m: Any, x: Tensor) -> Tensor:
+    m.named["new"] = x
+    m.named.move_to_end("new", last=False)
+    while len(m.named) > 2:
+        m.named.popitem()
+    return weighted(m.named.values())
+
+
+USES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "append": lambda m, x: (m.last.append(x), weighted(m.last))[1],
+    "extendleft": lambda m, x: (m.last.extendleft([x, x + 1]), weighted(m.last))[1],
+    "append, unseen": lambda m, x: (m.last.append(x), x * 2)[1],
+    "pop and append": pop_and_append,
+    "a copy": copied,
+    "the longest": lambda m, x: x * m.last.maxlen,
+    "in turn": in_turn,
+    "a cache": cache,
+}
+
+
+@pytest.mark.parametrize("change", USES)
+def test_containers_are_those_of_python(change: str) -> None:
+    """A deque of another length is another case."""
+    for _ in range(2):  # once
+        compat.follow_containers()
+    torch._dynamo.reset()
+    for longest in (2, 3, None) if change == "append" else (2,):
+        plain, traced = (Keeps(USES[change], longest) for _ in range(2))
+        compiled = torch.compile(traced, backend="eager", fullgraph=True)
+        for i in range(4):
+            x = torch.full((2,), float(i))
+            assert equal(plain(x), compiled(x)), i
+            assert len(plain.last) == len(traced.last) and all(map(equal, plain.last, traced.last))
+            assert list(plain.named) == list(traced.named)
+            assert all(map(equal, plain.named.values(), traced.named.values()))
+        assert traced.last.maxlen == longest
+
+
+def keeping(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
+    """A backend that notes what it is given, and runs it as it is."""
+
+    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        graphs.append(module)
+        return module
+
+    return backend
+
+
+def captured(function: Callable[..., Any], *args: Any) -> list[fx.GraphModule]:
+    """The graphs that Dynamo makes of a call."""
+    graphs: list[fx.GraphModule] = []
+    torch.compile(function, backend=keeping(graphs))(*args)
+    return graphs
+
+
+def test_a_vmap_that_fails_is_left() -> None:
+    before = torch._C._functorch.maybe_current_level()
+    with pytest.raises(ZeroDivisionError), compat.keeping_nesting():
+        compat.VMAP_BEGIN(2, "error")
+        compat.VMAP_BEGIN(2, "error")
+        raise ZeroDivisionError
+    assert torch._C._functorch.maybe_current_level() == before
+
+
+def test_dynamo_compiles_under_the_lock() -> None:
+    """Another thread cannot take it while a backend runs. No garbage is collected, if told so."""
+    taken: list[bool] = []
+
+    def backend(module: torch.fx.GraphModule, examples: Any) -> Any:
+        def attempt() -> None:
+            lock: Any = compat.compile_lock
+            taken.append(lock.acquire(blocking=False))
+            if taken[-1]:
+                lock.release()
+
+        thread = Thread(target=attempt)
+        thread.start()
+        thread.join()
+        return module.forward
+
+    before = torch._dynamo.config.run_gc_after_compile
+    with compat.without_collecting():
+        assert torch._dynamo.config.run_gc_after_compile is False
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert taken == [False] and torch._dynamo.config.run_gc_after_compile is before
+
+
+@compat.within_callers
+def _twice(x: Tensor) -> Tensor:
+    return _once(_once(x))
+
+
+def _once(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
+    torch.compiler.reset()
+    (graph,) = captured(lambda x: _twice(x) + 1, torch.ones(2))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]
