@@ -311,23 +311,6 @@ def test_containers_are_those_of_python(change: str) -> None:
         assert traced.last.maxlen == longest
 
 
-def keeping(graphs: list[fx.GraphModule]) -> Callable[..., Any]:
-    """A backend that notes what it is given, and runs it as it is."""
-
-    def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        graphs.append(module)
-        return module
-
-    return backend
-
-
-def captured(function: Callable[..., Any], *args: Any) -> list[fx.GraphModule]:
-    """The graphs that Dynamo makes of a call."""
-    graphs: list[fx.GraphModule] = []
-    torch.compile(function, backend=keeping(graphs))(*args)
-    return graphs
-
-
 def test_a_vmap_that_fails_is_left() -> None:
     before = torch._C._functorch.maybe_current_level()
     with pytest.raises(ZeroDivisionError), compat.keeping_nesting():
@@ -358,18 +341,3 @@ def test_dynamo_compiles_under_the_lock() -> None:
         assert torch._dynamo.config.run_gc_after_compile is False
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert taken == [False] and torch._dynamo.config.run_gc_after_compile is before
-
-
-@compat.within_callers
-def _twice(x: Tensor) -> Tensor:
-    return _once(_once(x))
-
-
-def _once(x: Tensor) -> Tensor:
-    return x.sin()
-
-
-def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
-    torch.compiler.reset()
-    (graph,) = captured(lambda x: _twice(x) + 1, torch.ones(2))
-    assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]

@@ -287,28 +287,6 @@ def test_without_our_mode_cpp_scales() -> None:
     assert torch.equal(got, want)
 
 
-def test_who_relies_on_a_relation_or_a_size_is_noted() -> None:
-    fakes = compat.SymbolicFakes({ROWS: 12})
-    assert compat.fakes_in([3, torch.zeros(2)]) is None
-    with fakes:
-        assert compat.fakes_in([3, torch.zeros(2)]) is fakes
-        assert fakes.number(ROWS) % 4 == 0
-        fakes.note_guards(lambda: "the first")
-        assert fakes.number(ROWS) < 100
-        fakes.note_guards(lambda: "the second")
-    assert fakes.broken([16]) == ""
-    assert fakes.broken([18]).startswith("the first relies on ") and "n0" in fakes.broken([18])
-    assert fakes.broken([200]).startswith("the second relies on ")
-    fakes = compat.SymbolicFakes({ROWS: 12})
-    half = fakes.number(ROWS) // 2
-    fakes.note_guards(lambda: "nobody")
-    assert int(half) == 6
-    fakes.note_guards(lambda: "the first")
-    assert fakes.number(ROWS) == 12
-    fakes.note_guards(lambda: "the second")
-    assert fakes.broken([16]).startswith("the first relies on ")
-
-
 def test_inputs_are_put_first() -> None:
     """Torch 2.11 writes such graphs."""
     graph = fx.Graph()

@@ -1,29 +1,45 @@
-"""Where buckets are placed, the memory that plans may use, and drafts.
+"""Where buckets are placed, the memory that plans may use, and drafts; budgets of host and disk.
 
 The first plan that reads a bucket places it, once. Drafts predict what the schedules of their
 choices do: their models are shapes alone (meta), planned for an H200 as the compiler asks for it.
+What does not fit on the host goes to the disk, or is refused, with the plan that lacks the least.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from megacompile.cost.memory import device_memory
-from megacompile.cost.places import host_memory
+from megacompile.cost.places import disk_memory, host_memory
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
-from megacompile.ir.plan import Choice, Placement, Places
+from megacompile.ir.plan import Choice, Placement, Places, Tier, first_to_disk
 from megacompile.ir.schedule import Schedule
 from megacompile.plan.abstract import abstract_options, abstract_programs
-from megacompile.verify.proof import HazardKind, hazards
-from tests.planned import GIB, captured, equal_layers, problem_of, with_drive
+from megacompile.plan.planner import nearest, search
+from megacompile.plan.problem import DEVICE, DISK, HOST, Problem
+from megacompile.verify.proof import hazards
+from tests.planned import (
+    GIB,
+    MODES,
+    captured,
+    equal_layers,
+    of_sizes,
+    problem_of,
+    uneven_problem,
+    wide_problem,
+    with_drive,
+)
 from tests.zoo import Tower
 
 WIDTH = 1024
@@ -51,22 +67,6 @@ def test_buckets_go_where_the_plan_wants_them_once() -> None:
     assert made.plans.placement == Placement(found.choice.places)
     made.compiler.replan()
     assert made.schedule().plan == schedule.plan and sought(made) is found, "nothing is sought anew"
-
-
-def test_other_buckets_than_it_wanted_are_planned_for() -> None:
-    made = program(gpu_memory=GIB)
-    streamed = made.compiler.plan(made.planned(), Placement())
-    assert streamed.plan.resident == frozenset(), "a schedule is for the buckets where they are"
-    (key, *_) = made.compiler.wants(Placement()).places.resident
-    made.compiler.replan()
-    schedule = made.compiler.plan(made.planned(), Placement(Places.of({key})))
-    assert schedule.plan.resident == {key}
-    assert made.compiler.wants(Placement()) == Placement(), "the first decides, and was given up"
-    made, placement = program(gpu_memory=GIB), Placement(stays="a hook is on a node")
-    schedule = made.compiler.plan(made.planned(), placement)
-    assert made.compiler.wants(placement) == placement, "what stays is not asked for"
-    assert schedule.plan.resident == frozenset()
-    assert any("a hook is on a node" in reason for reason in schedule.plan.reasons)
 
 
 class Broken(nn.Module):
@@ -103,22 +103,13 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
 
 
 def test_the_rest_of_a_step_is_an_update_alone() -> None:
-    """It updates buckets that no schedule trains; missing and premature ops are hazards."""
+    """It updates buckets that no schedule trains."""
     made = program()
     one, other, *_ = made.schedule().buckets
-
-    def rest() -> tuple[Any, fx.Graph]:
-        schedule = made.compiler.rest([one, other], Placement(Places.of({other.key})))
-        assert ops.actions(schedule.update) == "0UPDATE 0.1UPDATE HELP_HOST"
-        assert list(map(ops.label, ops.returned(schedule.update)[0])) == ["0UPDATE", "0.1UPDATE"]
-        return schedule, schedule.update
-
-    (hasty, early), (short, missing) = rest(), rest()
-    ops.nodes_of(early, ops.update_host)[0].kwargs = {}
-    assert HazardKind.RACE in {hazard.kind for hazard in hazards(hasty)}
-    missing.output_node().args = (((ops.returned(missing)[0][0],),),)
-    missing.erase_node(ops.nodes_of(missing, ops.update_resident)[0])
-    assert HazardKind.WRONG_UPDATE in {hazard.kind for hazard in hazards(short)}
+    schedule = made.compiler.rest([one, other], Placement(Places.of({other.key})))
+    assert ops.actions(schedule.update) == "0UPDATE 0.1UPDATE HELP_HOST"
+    assert list(map(ops.label, ops.returned(schedule.update)[0])) == ["0UPDATE", "0.1UPDATE"]
+    assert hazards(schedule) == []
 
 
 def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest_plan() -> None:
@@ -144,20 +135,6 @@ def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest
         assert made.compiler.step_down() == "", "nothing was planned with it yet"
     assert budget.size_bytes() == before and len(peaks) > 3
     assert peaks == sorted(peaks, reverse=True) and placements[-1] < placements[0]
-
-
-def test_short_stages_of_a_model_that_fits_run_as_one() -> None:
-    made = program(width=64, tokens=8)
-    schedule = made.schedule()
-    (stage,) = schedule.stages
-    assert len(stage.buckets) == 4 and schedule.plan.keep == {0}
-    assert schedule.plan.resident == {bucket.key for bucket in schedule.buckets}
-    assert any("4 short stages run as one" in reason for reason in schedule.plan.reasons)
-    assert made.schedule().stages[0].traced is stage.traced, "decided once"
-    made.compiler.replan()
-    assert len(made.schedule().stages) == 1, "and again where all is chosen anew"
-    planned = made.compiler.chooser._planned.values()
-    assert [each.problem.stages for each in planned] == [4, 1], "the last one is what runs"
 
 
 @pytest.mark.parametrize(
@@ -286,3 +263,184 @@ def test_as_little_goes_to_a_disk_as_it_takes() -> None:
         assert not nothing.fits_host(nothing.settled(Choice(0)))
     schedule = deep(True).schedule(Choice(0))
     assert schedule.plan.saved_on_disk == schedule.plan.offload
+
+
+def keys_of(tower: Problem) -> list[int]:
+    return [bucket.key for bucket in tower.buckets]
+
+
+def check_sums(tower: Problem, choice: Choice) -> Schedule:
+    """The sums equal the cost model's for the choice's schedule."""
+    schedule = tower.schedule(choice)
+    host = sum(host_memory(schedule, tower.optimizer).values())
+    assert tower.host_bytes(choice) == pytest.approx(host, abs=8)
+    assert tower.disk_bytes(choice) == sum(disk_memory([schedule], tower.optimizer).values())
+    return schedule
+
+
+@pytest.mark.parametrize(("in_backward", "dtype"), MODES[1:3])
+def test_the_sums_are_those_of_the_cost_model(in_backward: bool, dtype: Any) -> None:
+    """Sums of host and disk, with states and parameters of some buckets on the disk."""
+    tower = wide_problem(in_backward, dtype, disk_weights=dtype == "int8")
+    keys = keys_of(tower)
+    choice = Choice(0, Places.of(keys[:3], keys[len(keys) - 9 :]))
+    assert len(check_sums(tower, choice).plan.on_disk) == 9
+    tower = replace(wide_problem(in_backward, dtype), disk_weights=None)
+    order = [bucket.key for bucket in first_to_disk(tower.buckets, ())]
+    choice = Choice(0, Places.of(order[-3:], order, order[:9]))
+    assert check_sums(tower, choice).plan.places.weights_on_disk == {*order[:9]}
+
+
+def test_saved_tensors_and_other_graphs_count_too() -> None:
+    tower = uneven_problem()
+    for count, offload in ((3, 2), (len(tower.buckets), 0)):
+        check_sums(tower, replace(tower.with_residents(count), offload=offload))
+    check_sums(wide_problem(), Choice(0, offload=9, saved_on_disk=4))
+    assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
+
+
+def test_less_host_memory_means_more_residents() -> None:
+    """The fewest that are necessary."""
+    budget = int(0.4 * uneven_problem().host_bytes(Choice()))
+    tower = uneven_problem(host_budget_bytes=budget)
+    found = search(tower)
+    assert found is not None and tower.host_bytes(found.choice) <= budget
+    assert tower.memory(found.choice).peak.total_bytes <= tower.budget_bytes
+    least = tower.fewest_residents()
+    assert least is not None and 0 < least <= len(found.choice.places.resident)
+    assert not tower.fits_host(tower.with_residents(least - 1))
+
+
+def test_every_other_stage_runs_again_where_the_host_has_too_little_for_their_outputs() -> None:
+    tower = uneven_problem()
+    tight = replace(tower, budget_bytes=tower.floor_bytes())
+    few, fewer = (tight.fewest_offloaded(Choice(0, rerun=again)) for again in (False, True))
+    assert few is not None and fewer is not None
+    least = tower.host_bytes(Choice(0, offload=few))
+    again = tower.host_bytes(Choice(0, offload=fewer, rerun=True))
+    assert again < least
+    for host_bytes in (least, least - 1, again):
+        found = search(replace(tight, host_budget_bytes=host_bytes), resident=False)
+        assert found is not None and found.choice.rerun >= (host_bytes < least)
+        assert tower.host_bytes(found.choice) <= host_bytes
+        assert tower.memory(found.choice).peak.total_bytes <= tight.budget_bytes
+    assert search(replace(tight, host_budget_bytes=again - 1), resident=False) is None
+
+
+@pytest.mark.parametrize(
+    ("in_backward", "dtype", "share"), [(*MODES[0], 1.0), (*MODES[3], 1.0), (*MODES[2], 0.6)]
+)
+def test_as_few_states_as_it_takes(in_backward: bool, dtype: Any, share: float) -> None:
+    plenty = wide_problem(in_backward, dtype)
+    tower = replace(plenty, host_budget_bytes=int(share * plenty.host_bytes(Choice())))
+    found = search(tower)
+    if found is None:  # masters and gradients alone are too much
+        assert not tower.fits_host(tower.tightest())
+        return
+    choice = found.choice
+    assert tower.fits_host(choice)
+    assert tower.memory(choice).peak.total_bytes <= tower.budget_bytes
+    for key in choice.places.on_disk:
+        back = choice.places.changed([key], states=Tier.HOST)
+        assert not tower.fits_host(replace(choice, places=back))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_which_states(in_backward: bool) -> None:
+    """The last ones or, for updates in the backward, evenly spread ones. Large ones come last."""
+    tower = wide_problem(in_backward)
+    order, size = keys_of(tower), tower.host_bytes(Choice())
+    seen = 0
+    for budget in range(size, size // 2, -size // 40):
+        small = replace(tower, host_budget_bytes=budget)
+        places = sorted(order.index(key) for key in small.settled(Choice()).places.on_disk)
+        if len(places) < 2 or 0 in places or 1 in places:
+            continue
+        seen += 1
+        gaps = {b - a for a, b in itertools.pairwise(places)}
+        if in_backward:
+            assert max(gaps) - min(gaps) <= 1
+        else:
+            assert gaps == {1} and places[-1] == len(order) - 1
+    assert seen > 3
+
+
+def test_parameters_go_where_states_are_not_enough() -> None:
+    """As few as necessary; none if a plan fits without, or if options forbid it."""
+    tower = replace(wide_problem(True, "int8"), disk_weights=None)
+    here = replace(tower, disk_weights=False)
+    every = tower.host_bytes(Choice(0))
+
+    def fits(budget: int) -> bool:
+        small = replace(here, host_budget_bytes=budget)
+        return small.fits_host(small.settled(Choice(0)))
+
+    least = bisect.bisect_left(range(every), True, key=fits)  # that states on the disk make enough
+    order = [bucket.key for bucket in first_to_disk(tower.buckets, ())]
+    size = min(bucket.size_bytes for bucket in tower.buckets)
+    found = []
+    for budget in (least + GIB, least, least - 1, least - 3 * size, least - 8 * size):
+        settled = replace(tower, host_budget_bytes=budget).settled(Choice(0))
+        stored = settled.places.weights_on_disk
+        found.append(len(stored))
+        assert stored == {*order[: found[-1]]}
+        assert tower.host_bytes(settled) <= budget
+        if found[-1]:
+            fewer = settled.places.changed([order[found[-1] - 1]], weights=Tier.HOST)
+            assert tower.host_bytes(replace(settled, places=fewer)) > budget
+    assert found[:2] == [0, 0] and 0 < found[2] < found[3] < found[4] < len(order)
+    small = replace(here, host_budget_bytes=least - 8 * size)
+    assert not small.settled(Choice(0)).places.weights_on_disk
+    states = tower.disk_bytes(Choice(0, Places.of(on_disk=order)))
+    for left in (0, 3 * size):  # the disk is a budget too
+        full = replace(tower, host_budget_bytes=GIB // 4, disk_budget_bytes=states + left)
+        assert full.disk_bytes(full.settled(Choice(0))) <= states + left
+        assert not full.fits_host(full.settled(Choice(0)))
+    all_stored = Choice(0, Places.of(on_disk=order))
+    for lacks in (0, 1):  # it may be filled to the byte
+        full = replace(tower, host_budget_bytes=None, disk_budget_bytes=states - lacks)
+        assert full.fits_host(all_stored) == (not lacks)
+    two = Places.of(weights_on_disk=order[2:4])  # already there
+    there = replace(small, here=two).settled(Choice(0)).places
+    assert there.weights_on_disk == two.weights_on_disk
+
+
+@cache
+def small_problem() -> Problem:
+    """With many tokens."""
+    sizes = (2048, 4096, 2048, 4096)
+    return problem_of(captured(of_sizes(*sizes), 4096, 2048, state_dtype=torch.float32)[0])
+
+
+def more(tower: Problem, lacks: dict[str, int]) -> Problem:
+    """With what is lacking."""
+    host, disk = tower.host_budget_bytes, tower.disk_budget_bytes
+    return replace(
+        tower,
+        budget_bytes=tower.budget_bytes + lacks.get(DEVICE, 0),
+        host_budget_bytes=None if host is None else host + lacks.get(HOST, 0),
+        disk_budget_bytes=None if disk is None else disk + lacks.get(DISK, 0),
+    )
+
+
+@pytest.mark.parametrize("device", [0.05, 0.3])
+@pytest.mark.parametrize(("host", "disk"), [(0.02, None), (0.3, 0.1), (None, 0.1)])
+def test_with_what_is_lacking_it_fits(
+    device: float, host: float | None, disk: float | None
+) -> None:
+    whole = small_problem()
+    size = whole.host_bytes(Choice())
+    tower = replace(
+        whole,
+        budget_bytes=int(device * whole.peak_bytes(Choice(0))),
+        host_budget_bytes=None if host is None else int(host * size),
+        disk_budget_bytes=None if disk is None else int(disk * size),
+    )
+    found = nearest(tower)
+    lacks = tower.lacking(found)
+    enough = more(tower, lacks)
+    assert not enough.lacking(found)
+    if search(tower) is None:
+        assert lacks
+        assert sum(lacks.values()) <= sum(tower.lacking(tower.tightest()).values())
+        assert enough.fits_host(found) and enough.peak_bytes(found) <= enough.budget_bytes

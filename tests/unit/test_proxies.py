@@ -10,7 +10,6 @@ import copy
 import datetime
 import io
 import itertools
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -23,11 +22,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW
 
-from megacompile import OptimizerError, compat, megacompile
+from megacompile import compat, megacompile
 from megacompile.errors import ModelError
 from megacompile.runtime.params.gradient_guards import (  # type: ignore[attr-defined]
-    GradientGuard,
-    GuardState,
     is_taken,
     is_unsummed,
     leave_unsummed,
@@ -262,66 +259,16 @@ def test_a_proxy_that_was_written_to_under_autograd_has_no_link_to_tell_of() -> 
     assert [link is None for link in told] == [False, False, True]
 
 
-def recorded() -> tuple[float, float]:
-    """The norms that are recorded: no norms of (3, 4)."""
-    return 50.0, 40.0
-
-
-def plain() -> Tensor:
-    return torch.tensor([3.0, 4.0])
-
-
-def lazy() -> Tensor:
-    gradient = plain()
-    GradientGuard(gradient, GuardState.LAZY, "p", recorded)
-    return gradient
-
-
-def of_parameter(mark: Callable[[nn.Parameter, str], None]) -> Tensor:
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = plain()
-    mark(param, "p")
-    return param.grad
-
-
-def taken() -> Tensor:
-    return of_parameter(lambda param, name: take(param, name, recorded))
-
-
-def unsummed() -> Tensor:
-    return of_parameter(leave_unsummed)
-
-
-def is_plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor
-
-
-def norms(tensors: list[Tensor], order: float = 2) -> list[float]:
-    return [norm.item() for norm in compat.FOREACH_NORM(tensors, order)]
-
-
-def test_a_taken_gradient_is_served_among_others() -> None:
-    gradient, other, late = taken(), plain(), lazy()
-    assert norms([other, gradient, late]) == [5, 50, 50]
-    compat.FOREACH_MUL([other, gradient], 1.0)
-    for use in (
-        gradient.tolist,
-        lambda: norms([gradient], math.inf),
-        lambda: compat.FOREACH_MUL([other, gradient], 0.5),
-    ):
-        with pytest.raises(OptimizerError, match="not exist"):
-            use()
-    compat.FOREACH_ZERO([other, gradient, late])
-    assert other.tolist() == late.tolist() == [0, 0] and is_taken(gradient)
-
-
-def test_an_unsummed_gradient_may_only_be_zeroed() -> None:
-    gradient = unsummed()
-    with pytest.raises(OptimizerError, match="not summed"):
-        norms([gradient])
-    assert gradient.detach_() is gradient and is_unsummed(gradient)
-    compat.FOREACH_ZERO([gradient])
-    assert is_plain(gradient) and gradient.tolist() == [0, 0]
+def test_gradients_that_are_taken_unsummed_and_plain_are_zeroed_together() -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.tensor([3.0, 4.0])
+    take(params[0], "a", lambda: (5.0,))
+    leave_unsummed(params[1], "b")
+    taken, *others = gradients = [cast(Tensor, param.grad) for param in params]
+    assert is_taken(taken) and is_unsummed(others[0])
+    compat.FOREACH_ZERO(gradients)
+    assert is_taken(taken) and [each.tolist() for each in others] == [[0, 0]] * 2
 
 
 USES: dict[str, Callable[[Any], Any]] = {

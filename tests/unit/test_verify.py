@@ -7,7 +7,6 @@ ranks too: it reports each that can go wrong, which `tests.symbolic_cycle` decid
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.verify.proof import HazardKind, hazards, verify
 from tests import mutants, prove
-from tests.edits import edited, find, free_of, wait
+from tests.edits import edited, find, wait
 from tests.mutants import Harm
 from tests.planned import EVERYTHING, built, planned
 
@@ -60,6 +59,9 @@ PLANS: dict[str, Callable[[], Schedule]] = {
     "ranks, adding": lambda: planned("0F 1F 2F", ranks=3, accumulate=True, inductor=True),
     "ranks, few slots": lambda: planned("0F 1F 2F 3F", ranks=3, lookahead=1),
     "replicas": lambda: planned("0F 1F 2F", ranks=2, replicas=2),
+    "replicas, adding": lambda: planned("0F 1F 2F", ranks=2, replicas=2, accumulate=True),
+    "replicas, updating": lambda: planned("0F 1F 2F", ranks=2, replicas=2, update=True),
+    "replicas, resident": lambda: planned("0F 1F 2F", ranks=2, replicas=2, resident={1}),
     "rerunning": lambda: planned(LINE, rerun=True),
     "resident, updating": lambda: planned("0F 1F 2F", resident=frozenset({1}), update=True),
     "disk": lambda: planned(LINE, on_disk=frozenset(range(5))),
@@ -91,9 +93,8 @@ class Fault:
 
     def planted(self) -> Schedule:
         schedule = right(self.of)
-        if self.edits.startswith("do "):
-            schedule = schedule.copy()
-            return EDITS[self.edits.removeprefix("do ")](schedule) or schedule
+        if self.edits == "the update of plain, too":
+            return replace(schedule, update=right("plain").update)
         return edited(schedule, self.edits)
 
 
@@ -137,65 +138,6 @@ def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
     kinds = {found.partition(":")[0] for fault in FAULTS for found in fault.found}
     assert kinds == {kind.value for kind in HazardKind}
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-
-
-def offload_first_part(schedule: Schedule) -> None:
-    """Offload the gradients of the shared bucket before 0B has added its own."""
-    graph, part = schedule.graphs["backward"], find(schedule, "backward", "g0_3")
-    with graph.inserting_after(part):
-        offload = ops.call(graph, ops.offload_grad, schedule.buckets[0], part)
-    wait(free_of(graph, "g0_3"), [offload])
-    last = find(schedule, "backward", "0B")
-    last.args = (*ops.arguments(last)[:5], ())
-
-
-def forget_offload(schedule: Schedule) -> Schedule:
-    """Save the value itself instead of its copy on the host."""
-    backward = schedule.graphs["backward"]
-    for name in ("y0_0_buf", "y0_0_host"):
-        backward.erase_node(free_of(backward, name))
-    fetch, on_host = (find(schedule, "backward", name) for name in ("1FETCH_SAVED", "y0_0_host"))
-    buffer = find(schedule, "backward", "1ALLOC_SAVED")
-    fetch.replace_all_uses_with(on_host)
-    for taken_out in (fetch, buffer):
-        backward.erase_node(taken_out)
-    on_host.name = "y0_0"
-    schedule.forward.erase_node(free_of(schedule.forward, "y0_0"))
-    outputs, saved_values = ops.arguments(schedule.forward.output_node())[0]
-    value = find(schedule, "forward", "y0_0")
-    changed = tuple(value if node.name == "y0_0_host" else node for node in saved_values)
-    schedule.forward.output_node().args = ((outputs, changed),)
-    return replace(schedule, saved_values=tuple(node.name for node in changed))
-
-
-def update_in_both(schedule: Schedule) -> Schedule:
-    """Update each bucket in the backward and in the step."""
-    return replace(schedule, update=built().update)
-
-
-def leave_partial_gradients(schedule: Schedule) -> Schedule:
-    """Leave only the first contributor's gradients of the shared bucket."""
-    backward, update = schedule.graphs["backward"], schedule.graphs["update"]
-    partial, whole = (find(schedule, "backward", name) for name in ("g0_3", "g0_0"))
-    backward.erase_node(free_of(backward, partial.name))
-    gradients, left, tokens = ops.returned(backward)
-    left = tuple(partial if n is whole else n for n in left)
-    backward.output_node().args = ((gradients, left, tokens),)
-    with backward.inserting_before(backward.output_node()):
-        ops.call(backward, ops.free, whole, after=(find(schedule, "backward", "0OFFLOAD_GRAD"),))
-    taken = find(schedule, "update", whole.name)
-    with update.inserting_after(taken):
-        new = update.create_node("placeholder", partial.name, name=partial.name)
-    new.meta = dict(taken.meta)
-    taken.replace_all_uses_with(new)
-    update.erase_node(taken)
-    return replace(schedule, left=(partial.name, *schedule.left[1:]))
-
-
-EDITS: dict[str, Callable[[Schedule], Schedule | None]] = {
-    function.__name__.replace("_", " "): function
-    for function in (offload_first_part, forget_offload, update_in_both, leave_partial_gradients)
-}
 
 
 # What is right.
@@ -343,52 +285,6 @@ OTHER: dict[str, tuple[Schedule, Schedule]] = {
 def test_what_another_rank_runs_differs(name: str) -> None:
     one, other = OTHER[name]
     assert digests(one) != digests(other)
-
-
-def without_sum(graph: fx.Graph, mean: fx.Node) -> fx.Node:
-    """Remove a sum over replicas from a graph; returns its input."""
-    gradients: fx.Node = ops.arguments(mean)[1]
-    for node in [n for n in mean.users if n.target in (ops.free, ops.defer_free)]:
-        graph.erase_node(node)
-    mean.replace_all_uses_with(gradients)
-    graph.erase_node(mean)
-    return gradients
-
-
-def unsummed(schedule: Schedule) -> list[Any]:
-    return [h for h in hazards(schedule) if "the result of their all_reduce" in str(h)]
-
-
-@pytest.mark.parametrize("name", REPLICATED)
-def test_gradients_without_their_sum_over_replicas_are_reported(name: str) -> None:
-    """A missing sum over replicas, and one before the gradients are added."""
-    for k, early in itertools.product(range(5), (False, True)):
-        mutant = ranks_built(replicas=2, **REPLICATED[name])
-        graph = mutant.graphs["backward"]
-        mean = ops.nodes_of(graph, ops.all_reduce)[k]
-        bucket, gradients = ops.arguments(mean)
-        if early and gradients.target is not ops.add_grad:
-            continue
-        without_sum(graph, mean)
-        if early:
-            *others, part = ops.arguments(gradients)
-            with graph.inserting_after(part):
-                mean = ops.call(graph, ops.all_reduce, bucket, part, name="early")
-            gradients.args = (*others, mean)
-        found = unsummed(mutant)
-        assert found and found[0].kind is HazardKind.WRONG_ARGUMENT, k
-
-
-@pytest.mark.parametrize("options", [{}, {"update": True, "slots": 5}], ids=str)
-def test_a_backward_that_leaves_the_sum_to_a_later_one_only_keeps(options: dict[str, Any]) -> None:
-    """It neither measures nor updates."""
-    mutant = replace(ranks_built(replicas=2, **options), defers=True)
-    graph = mutant.graphs["backward"]
-    assert not hazards(mutant)
-    for mean in ops.nodes_of(graph, ops.all_reduce):
-        without_sum(graph, mean)
-    labels = {hazard.label.lstrip("01234") for hazard in unsummed(mutant)}
-    assert labels == {"NORM_GRAD", *(["UPDATE"] if options else [])}
 
 
 def test_every_harmful_mutant_is_reported_and_nothing_else() -> None:
