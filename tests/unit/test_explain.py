@@ -340,21 +340,6 @@ def test_what_nobody_takes_is_dropped() -> None:
     assert re.search(r"_, g0_0 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
 
 
-def test_the_table_has_a_row_for_each_step() -> None:
-    text = built(stages=2, update=True).table()
-    assert text.partition("backward\n")[2] == (
-        """\
-step | h2d                                               | compute            | d2h
-   0 | 1PREFETCH@0 0PREFETCH@1 1FETCH_STATE 0FETCH_STATE | 1RECOMPUTE
-   1 |                                                   | 1B
-   2 |                                                   | 1NORM_GRAD 1UPDATE
-   3 |                                                   | 0RECOMPUTE         | 1OFFLOAD_STATE
-   4 |                                                   | 0B
-   5 |                                                   | 0NORM_GRAD 0UPDATE
-   6 |                                                   |                    | 0OFFLOAD_STATE"""
-    )
-
-
 def test_a_diff_has_the_lines_of_the_python_that_change() -> None:
     before = built(stages=3, training=False)
     after = before.copy()

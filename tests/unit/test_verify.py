@@ -25,7 +25,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.verify.proof import HazardKind, hazards, verify
 from tests import mutants, prove
-from tests.edits import edited, find, wait
+from tests.edits import edited, find
 from tests.mutants import Harm
 from tests.planned import EVERYTHING, built, planned
 
@@ -174,41 +174,6 @@ def test_it_ends_on_values_that_are_made_of_one_another() -> None:
     assign = find(schedule, "forward", "ASSIGN")
     assign.args = (ops.arguments(assign)[0], ops.arguments(assign)[0])
     assert HazardKind.LOST in {hazard.kind for hazard in hazards(schedule)}
-
-
-def test_a_drain_is_safe_wherever_it_is() -> None:
-    """It frees memory that an earlier graph deferred, which has no name here."""
-    for name in ("forward", "backward"):
-        schedule = built(update=True)
-        graph = schedule.graphs[name]
-        for place in [n for n in graph.nodes if n.op != "placeholder"]:
-            with graph.inserting_before(place):
-                drain = ops.call(graph, ops.drain)
-            assert hazards(schedule) == []
-            graph.erase_node(drain)
-    schedule.forward.erase_node(find(schedule, "forward", "DRAIN"))
-    assert hazards(schedule) == []
-
-
-@pytest.mark.parametrize("name", [name for name in PLANS if "disk" in name])
-def test_every_edge_of_an_op_of_a_disk_matters(name: str) -> None:
-    """But of reads of weights behind a forward: the host waits for that."""
-    schedule = right(name).copy()
-    dropped = 0
-    for graph in schedule.graphs.values():
-        for node in ops.nodes_of(graph):
-            after = list(node.kwargs.get("after", ()))  # type: ignore[arg-type]
-            for lost in after:
-                streams = {ops.stream_of(n) for n in (node, lost)}
-                if not streams & {Stream.READ, Stream.WRITE}:
-                    continue
-                wait(node, [n for n in after if n is not lost])
-                late = node.target in (ops.read_weights, ops.read_trained)
-                if not (late and graph is not schedule.forward):
-                    assert hazards(schedule), f"{ops.label(node)} forgets {lost.name}"
-                    dropped += 1
-                wait(node, after)
-    assert hazards(schedule) == [] and dropped >= 2
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
