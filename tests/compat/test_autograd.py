@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -59,28 +58,6 @@ def test_saved_tensors_hooks_are_off_and_come_back() -> None:
         leaf().exp()
     leaf().exp()
     assert packed == ["inner", "outer"]
-
-
-def test_what_a_backward_accumulates_into() -> None:
-    """Into each, and into all of the first ones."""
-    a, b, c = leaf(), leaf(), leaf()
-    nodes = [compat.accumulator_of(each) for each in (a, b, c)]
-    seen: list[list[bool | None]] = []
-
-    def look(gradient: Tensor) -> None:
-        seen.append([compat.accumulates_into_all(nodes[:n]) for n in (0, 1, 2, 3)])
-        seen.append([*map(compat.accumulates_into, nodes[:2])])
-
-    def loss() -> Tensor:
-        product = a * b
-        product.register_hook(look)
-        return product.sum()
-
-    loss().backward()
-    loss().backward(inputs=[a])
-    torch.autograd.grad(loss(), [b])
-    assert seen[::2] == [[True] * 3 + [False], [True, True] + [False] * 2, [True] + [False] * 3]
-    assert seen[1::2] == [[True, True], [True, False], [False, None]]
 
 
 def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,43 +197,6 @@ def test_scaled_losses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         loss = w.sum()
         (scaler.scale(loss) if scaler else loss).backward()
     assert seen == [True, False, True, False] and not compat.loss_is_scaled()
-
-
-def test_states_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "_process_value_according_to_param_policy"
-    stock = inspect.getattr_static(torch.optim.Optimizer, name)
-    monkeypatch.setattr(torch.optim.Optimizer, name, stock)
-    ours, theirs = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
-    optimizer = torch.optim.Adam([ours, theirs])
-    saved = optimizer.state_dict()
-    moments = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-    saved["state"] = {0: moments, 1: dict(moments)}
-    compat.keep_state_dtypes(lambda param: param is ours)
-    optimizer.load_state_dict(saved)
-    dtypes = [optimizer.state[param]["exp_avg"].dtype for param in (ours, theirs)]
-    assert dtypes == [torch.float32, torch.bfloat16]
-    assert optimizer.state[ours]["step"].dtype == torch.float32
-
-
-class Mark:
-    """An attribute that no copy is to have."""
-
-    def __call__(self) -> None:
-        """Nothing."""
-
-
-def test_attributes_that_copies_leave_out() -> None:
-    compat.leave_out_of_copies(Mark)
-    layer = nn.LSTM(2, 2)  # whose `__getstate__` is its own
-    for module in (nn.Linear(2, 2), layer):
-        vars(module).update(mark=Mark(), kept=[Mark])
-        compat.set_compiled_call(module, Mark())
-        copies = copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-        for each in copies:
-            assert not hasattr(each, "mark") and each.kept == [Mark]
-            assert compat.compiled_call(each) is None
-        assert isinstance(module.mark, Mark), "the module itself has it"
-        assert isinstance(compat.compiled_call(module), Mark)
 
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))

@@ -331,22 +331,6 @@ def test_limits_of_the_process(
         assert available_bytes() == wanted * GIB
 
 
-def test_memory_that_was_written_counts_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SimpleNamespace(available=200 * GIB, total=300 * GIB)  # the margin is constant
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-
-    def more_bytes(held_bytes: int) -> int:
-        """By what a model that holds so much may take more than one that holds nothing."""
-        return budget_bytes(held_bytes) - budget_bytes()
-
-    weights = torch.ones(GIB // 16)
-    assert more_bytes(weights.nbytes) == weights.nbytes
-    before = more_bytes(64 * GIB)
-    assert before < 64 * GIB
-    unwritten = torch.empty(GIB)
-    assert more_bytes(64 * GIB) - before < unwritten.nbytes / 16
-
-
 def test_pages_of_a_file_do_not_count(machine: Machine, tmp_path: Path) -> None:
     """A checkpoint that is mapped can be reclaimed; shared memory cannot."""
     machine(200)

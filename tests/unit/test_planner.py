@@ -83,25 +83,6 @@ def test_nothing_changes_that_choices_are_passed_over_whose_computes_take_too_lo
         assert Problem.least_s(patient, choice) <= step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "how", drawn([(1.3, True)], [(2.5, False), (1.3, False), (2.5, True), (3.2, False)])
-)
-def test_more_host_memory_is_never_slower(how: tuple[float, bool]) -> None:
-    """Little host memory means more residents, for which stages run again."""
-    factor, in_backward = how
-    tower = problem(GIB, in_backward=in_backward)
-    floor, needed = tower.floor_bytes(), tower.host_bytes(Choice())
-    times = []
-    for share in (0.3, 0.6, 3):
-        device, host = int(factor * floor), int(share * needed)
-        made = replace(tower, budget_bytes=device, host_budget_bytes=host)
-        if (found := search(made)) is not None:
-            times.append(made.expected_s(found.choice))
-    assert times
-    for less, more in itertools.pairwise(times):
-        assert more <= less * LITTLE
-
-
 def test_what_may_not_be_is_not_and_rates_may_be_very_small() -> None:
     assert search(problem(GIB // 4)) is None, "the floor does not fit"
     found = search(problem(12 * GIB), resident=False, activations_fixed=True)

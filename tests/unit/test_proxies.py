@@ -24,7 +24,7 @@ from torch.optim import AdamW
 
 from megacompile import compat, megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.params.gradient_guards import (  # type: ignore[attr-defined]
+from megacompile.runtime.params.gradient_guards import (
     is_taken,
     is_unsummed,
     leave_unsummed,
