@@ -64,19 +64,36 @@ def _put(operator: Any, kernel: Callable[..., Any], wanted: Callable[[], bool]) 
 
 
 def _matmul(a: Any, b: Any) -> Any:
-    """torch's decomposition, but folded like the C++ (LinearAlgebra.cpp: `should_fold`): where
-    batches are contiguous, though a row may have gaps, and a vector's matrices transposed."""
-    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0] and b.shape[0] == 1:
-        b = b.squeeze(0)
-    vector = a.dim() == 1 and b.dim() > 2
-    many, one = (b.mT, a) if vector else (a, b)
-    if many.dim() <= 2 or one.dim() > 2 or one.requires_grad:
+    """LinearAlgebra.cpp: `_matmul_impl`, node by node."""
+    if max(a.dim(), b.dim()) <= 2:
         return matmul(a, b)
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
+        a, b = (a.squeeze(0), b) if a.shape[0] == 1 else (a, b.squeeze(0))
+    turned = a.dim() < b.dim()
+    many, one = (b.mT, a.t() if a.dim() == 2 else a) if turned else (a, b)
+    if one.dim() <= 2 and _folds(many, one, turned):
+        sizes = many.shape
+        rows = many.reshape(math.prod(sizes[:-1]), sizes[-1])
+        product = torch.mm(rows, one) if one.dim() == 2 else torch.mv(rows, one)
+        product = _aten._unsafe_view.default(product, [*sizes[:-1], *one.shape[1:]])
+        return product.mT.contiguous() if turned and one.dim() == 2 else product
+    batch = list(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    count, left = math.prod(batch), list(a.shape[-2:] if a.dim() > 1 else (1, a.shape[-1]))
+    lefts = a.expand(*batch, *left).reshape(count, *left)
+    rights = b.expand(*batch, *b.shape[-2:]).reshape(count, *b.shape[-2:])
+    columns = list(b.shape[-1:]) if b.dim() > 1 else []
+    product = torch.bmm(lefts, rights if columns else rights.unsqueeze(2))
+    # not a view, in which a change in place would show
+    product = product if columns else product.squeeze(-1)
+    return _aten._unsafe_view.default(product, [*batch, *a.shape[-2:-1], *columns])
+
+
+def _folds(many: Any, one: Any, turned: bool) -> bool:
+    """LinearAlgebra.cpp: `should_fold`."""
+    if one.requires_grad or (turned and one.dim() == 2):
+        return bool(one.requires_grad)
     strides, sizes = many.stride(), many.shape
-    if all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(many.dim() - 2)):
-        product = matmul(many.reshape(math.prod(sizes[:-1]), sizes[-1]), one)
-        return _aten._unsafe_view.default(product, [*sizes[:-1], *one.shape[1:]])
-    return matmul(a.unsqueeze(0), b).squeeze(-2) if vector else matmul(a, b)
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(many.dim() - 2))
 
 
 def _upsample(operator: Any) -> Callable[..., Any]:

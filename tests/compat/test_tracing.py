@@ -225,8 +225,8 @@ def test_a_scaled_image_keeps_its_symbols() -> None:
     assert fakes.holds(20)
 
 
-MATRICES = [(3,), (4, 3), (5, 4, 3), (5, 1, 4, 3)]
-OTHERS = [(3,), (3, 6), (1, 3, 6), (1, 5, 3, 6)]
+MATRICES = [(3,), (4, 3), (1, 4, 3), (5, 4, 3), (5, 1, 4, 3)]
+OTHERS = [(3,), (3, 6), (1, 3, 6), (5, 3, 6), (1, 5, 3, 6)]
 
 
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.thorough)])
@@ -247,6 +247,7 @@ def test_a_product_of_matrices_is_taken_apart_as_in_cpp(
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 found = [torch.matmul(x, b) for x in (a, turned, gaps)]
                 found += [torch.matmul(a, columns)]
+                found += [torch.matmul(a, b).div_(2)] if min(a.dim(), b.dim()) > 1 else []
             sources = [x for x in (a, b) if x.requires_grad]
             grads = torch.autograd.grad([x.sum() for x in found], sources) if sources else ()
             return list(map(compat.from_functional, (*found, *grads)))
