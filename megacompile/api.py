@@ -27,12 +27,7 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.methods import ModuleCall, replace_methods
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
 from megacompile.text import format_bytes
-from megacompile.validate import (
-    check_model,
-    check_optimizer,
-    held_bytes,
-    host_rows,
-)
+from megacompile.validate import check_model, check_optimizer, held_bytes, host_rows
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -198,13 +193,7 @@ def _make(
     device_bytes = 0  # for resident buckets
     if options.device.type == "cuda" and options.resident != 0:
         device_bytes = options.gpu_memory or compat.free_device_bytes(options.device)
-    rows = host_rows(
-        model,
-        gradients=options.optimizer is None,
-        device_bytes=device_bytes,
-        on_disk=bool(options.disk_weights) or options.may_store_weights,
-        ranks=options.ranks,
-    )
+    rows = host_rows(model, options, device_bytes)
     check_host_memory(rows, options.host_memory)
     # left for parameters after the rows that are needed in any case
     new_bytes = free_bytes(options.host_memory) - sum(size for _, size in rows)

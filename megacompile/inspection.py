@@ -238,10 +238,7 @@ def explain(
         traced=None if trace is None else trace.measured,
         changes=scenario.changes(now, compiler, planned) if changes and plans else (),
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
-        code={
-            "stages": streamed.machine.code,
-            "updates in C++": UPDATES,
-        },
+        code={"stages": streamed.machine.code, "updates in C++": UPDATES},
     )
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import ModelError, OptionError
+from megacompile.options import Options
 from megacompile.packed import leaves, packed_parameters
 
 
@@ -116,18 +117,12 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def host_rows(
-    model: nn.Module,
-    *,
-    gradients: bool = True,
-    device_bytes: int = 0,
-    on_disk: bool = False,
-    ranks: int = 1,
-) -> list[tuple[str, int]]:
+def host_rows(model: nn.Module, options: Options, device_bytes: int) -> list[tuple[str, int]]:
     """Rows of (what, bytes) of host memory that `megacompile()` needs beyond the model's own, in
-    one of `ranks` that shard it. `gradients`: they are kept on the host; `device_bytes`: for
-    resident buckets with their gradients; `on_disk`: parameters go to a disk."""
-    sizes = [(tensor, -(-size // ranks)) for tensor, size in _sizes(model)]
+    one rank. `device_bytes`: for resident buckets with their gradients."""
+    on_disk = bool(options.disk_weights) or options.may_store_weights
+    gradients = options.optimizer is None
+    sizes = [(tensor, -(-size // options.ranks)) for tensor, size in _sizes(model)]
     moved = [n for leaf, n in sizes if leaf.device.type != "cpu" and not on_disk]
     trained = sum(size for leaf, size in sizes if leaf.requires_grad and gradients)
     return [

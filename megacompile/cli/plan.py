@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -156,12 +157,10 @@ def _disk_rates(args: argparse.Namespace) -> DiskRates:
 
 def _options(args: argparse.Namespace, target: Target, hardware: Hardware) -> Options:
     optimizer: torch.optim.Optimizer | None = None
+    params, states = target.model.parameters(), OPTIMIZERS[args.optimizer]
     if args.update_in_backward:
-        params = list(target.model.parameters())
-        if OPTIMIZERS[args.optimizer] == 2:
-            optimizer = torch.optim.AdamW(params)
-        else:
-            optimizer = torch.optim.SGD(params, momentum=0.9 * OPTIMIZERS[args.optimizer])
+        sgd = functools.partial(torch.optim.SGD, momentum=0.9 * states)
+        optimizer = (torch.optim.AdamW if states == 2 else sgd)(params)
     memory, disk, disk_memory = args.gpu_memory, args.disk, args.disk_memory
     if disk is not None:
         free = 0
@@ -222,41 +221,31 @@ def _first_too_small(target: Target, options: Options, now: Scenario) -> tuple[s
     all of them start; with the memory that would be enough."""
     if now.hardware.unified:
         return ()
-    rows = host_rows(
-        target.model,
-        gradients=options.optimizer is None,
-        device_bytes=options.gpu_memory or now.hardware.device_bytes or 0,
-        on_disk=bool(options.disk_weights) or options.may_store_weights,
-        ranks=options.ranks,
-    )
-    found = () if now.host_bytes is None else too_small(rows, now.host_bytes)
-    if not found:
+    device_bytes = options.gpu_memory or now.hardware.device_bytes or 0
+    rows = host_rows(target.model, options, device_bytes)
+    if now.host_bytes is None or not (found := too_small(rows, now.host_bytes)):
         return ()
     needed = max(sum(now.host().values()), sum(size for _, size in rows))
-    lacks = {HOST: needed - (now.host_bytes or 0)}
     device = now.device.peak.total_bytes - (now.device_bytes or 0)
-    if device > 0:
-        lacks = {DEVICE: device, **lacks}
-    return *found, more(lacks)
+    lacks = {DEVICE: device} if device > 0 else {}
+    return *found, more({**lacks, HOST: needed - now.host_bytes})
 
 
 def _text(
     found: dict[str, Any], target: Target, explained: Explanation, args: argparse.Namespace
 ) -> str:
-    states = "" if not OPTIMIZERS[args.optimizer] else f", {args.state_dtype} states"
+    states = f", {args.state_dtype} states" if OPTIMIZERS[args.optimizer] else ""
     where = " in the backward" if args.update_in_backward else ""
-    active = ""
+    size = f"{short_count(target.parameters)} parameters"
     if found["active_parameters"] != target.parameters:
-        active = f" ({short_count(found['active_parameters'])} active a token)"
+        size += f" ({short_count(found['active_parameters'])} active a token)"
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in target.model.parameters())
     machine = f"one {explained.hardware}"
     if args.gpus > 1:
         hosts = "" if args.hosts == 1 else f" of each of {args.hosts} hosts"
         machine = f"each of {args.gpus} {explained.hardware}{hosts}; memory is for one GPU"
-    inputs = "the function's inputs"
-    if target.tokens is not None:
-        inputs = f"{args.batch} x {args.seq} tokens"
-    size = f"{short_count(target.parameters)} parameters{active}"
+    tokens = f"{args.batch} x {args.seq} tokens"
+    inputs = "the function's inputs" if target.tokens is None else tokens
     verdict = "it may not fit" if found["tried"] else "it does NOT fit"
     if not found["why_not"]:
         verdict = "it fits"

@@ -5,10 +5,8 @@ All entries were seen on torch 2.11 to 2.15: `make matrix` runs their tests on e
 """
 
 from megacompile.compat.autograd import *
-from megacompile.compat.caches import *
 from megacompile.compat.distributed import *
 from megacompile.compat.dynamo import *
-from megacompile.compat.frames import *
 from megacompile.compat.graphs import *
 from megacompile.compat.inductor import *
 from megacompile.compat.kernels import *

@@ -16,10 +16,8 @@ PADDED_NUMEL = 256  # in mirrors, offsets after a gap are rounded up to this man
 
 
 def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
-    """The shape of one rank's rows of a tensor; the last ranks may have fewer rows, or none.
-
-    Like `torch.chunk` along the first dimension, and thus like DTensor's `Shard(0)`.
-    """
+    """The shape of one rank's rows of a tensor, as in DTensor's `Shard(0)`; the last ranks may have
+    fewer rows, or none."""
     rows = -(-shape[0] // ranks)
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
 
@@ -50,15 +48,11 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The parameters of a unit of the module tree as one flat host buffer.
-
-    `key` identifies the buffer; `label` is printed: the index of the first stage that reads it in
-    this schedule, with ".1", ".2" if that stage reads several.
-
-    With several `ranks`, this is the full bucket as it lies in a slot: each parameter's rows in
-    order, padded so that all ranks have equally many. A rank's own buffer has the layout
-    `shard(rank)`.
-    """
+    """The parameters of a unit of the module tree as one flat host buffer. `key` identifies the
+    buffer; `label` is printed: the index of the first stage that reads it in this schedule, with
+    ".1", ".2" if that stage reads several. With several `ranks`, this is the full bucket as it lies
+    in a slot: each parameter's rows in order, padded so that all ranks have equally many. A rank's
+    own buffer has the layout `shard(rank)`."""
 
     key: int
     name: str  # the unit's module path, e.g. "layers.3"
@@ -80,12 +74,9 @@ class Bucket:
         ranks: int = 1,
         replicas: int = 1,
     ) -> Bucket:
-        """Place `params` consecutively, each aligned to `ALIGNMENT_BYTES`.
-
-        Dense, non-overlapping strides (such as channels_last) are kept; other strides, and the
-        strides of parameters that ranks share, become contiguous. `packed`: the names of components
-        of packed parameters.
-        """
+        """Place `params` consecutively, each aligned to `ALIGNMENT_BYTES`. Dense, non-overlapping
+        strides (such as channels_last) are kept; other strides, and the strides of parameters that
+        ranks share, become contiguous. `packed`: the names of components of packed parameters."""
         placed = []
         offset = 0
         for param_name, tensor in params:
@@ -180,18 +171,17 @@ def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, i
     params = {i: bucket.params[i] for i in sorted(item_bytes)}
     alike = len({(param.dtype.itemsize, item_bytes[i]) for i, param in params.items()}) == 1
     found: dict[int, int] = {}
-    behind = end = 0  # the next offset after a gap, and the end of the last tensor
+    after = end = 0  # the next offset after a gap, and the end of the last tensor
     for i, param in params.items():
         item = item_bytes[i]
-        found[i] = behind
+        found[i] = after
         if alike and i - 1 in found:
             apart_bytes = param.offset_bytes - bucket.params[i - 1].offset_bytes
             found[i] = found[i - 1] + apart_bytes // param.dtype.itemsize * item
         end = found[i] + param.numel * item
         padded_bytes = _rounded(param.numel, PADDED_NUMEL) * item
-        behind = found[i] + (
-            padded_bytes if alike else _rounded(param.numel * item, ALIGNMENT_BYTES)
-        )
+        next_bytes = padded_bytes if alike else _rounded(param.numel * item, ALIGNMENT_BYTES)
+        after = found[i] + next_bytes
     return found, end
 
 

@@ -77,11 +77,9 @@ def function_key(function: Any) -> Hashable:
 
 
 def graph_key(module: fx.GraphModule) -> Hashable:
-    """A key for graph modules that compute the same function of their inputs.
-
-    Sharing by shape alone is a trap: layers of equal shape may differ in an attribute (a sliding
-    window, a scale). The key is therefore the graph itself, with names replaced by positions.
-    """
+    """A key for graph modules that compute the same function of their inputs. Sharing by shape
+    alone is a trap: layers of equal shape may differ in an attribute (a sliding window, a scale).
+    The key is therefore the graph itself, with names replaced by positions."""
     position: dict[fx.Node, int] = {}
     rows: list[Hashable] = []
 
@@ -125,10 +123,8 @@ class TensorInput:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """Rebuilds a wrapper subclass tensor from its component tensors.
-
-    In a graph it is the function of a call that takes the components.
-    """
+    """Rebuilds a wrapper subclass tensor from its component tensors. In a graph it is the function
+    of a call that takes the components."""
 
     cls: type[torch.Tensor]
     names: tuple[str, ...]  # the attribute names of the components

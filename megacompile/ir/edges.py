@@ -56,10 +56,8 @@ class Edge:
 
 
 def edges(graph: fx.Graph) -> Iterator[Edge]:
-    """All edges of a graph, in program order of the second ops.
-
-    For pictures, includes the edges of ops that name others without waiting (`not op.waits`).
-    """
+    """All edges of a graph, in program order of the second ops. For pictures, includes the edges of
+    ops that name others without waiting (`not op.waits`)."""
     last: dict[Stream, fx.Node] = {}
     for node in ops.nodes_of(graph):
         after: Any = node.kwargs.get("after", ())
@@ -181,11 +179,8 @@ class Collectives:
     def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
         """The collectives of a graph of this kind ("forward", ...) of the schedule `name`."""
         nodes = ops.nodes_that(graph, ops.alike)
-        facts = [
-            f"{kind}\n",
-            *(f"{_shown(n)} {ops.moved_bytes(n)} {_averaged(n)}\n" for n in nodes),
-        ]
-        digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
+        facts = [f"{_shown(n)} {ops.moved_bytes(n)} {_averaged(n)}" for n in nodes]
+        digest = hashlib.sha256("\n".join([kind, *facts]).encode()).hexdigest()[:32]
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
 
     def at(self, issued: int) -> str:

@@ -46,10 +46,7 @@ GRADIENTS = 3  # the operator's last flags: compute the gradient of hidden, weig
 
 def equal_chunks(rows: int, at_most: int) -> int:
     """Rows per chunk: for the fewest chunks that `at_most` allows, of equal size and whole tiles if
-    possible.
-
-    Idempotent: its result, passed as `at_most`, is returned.
-    """
+    possible. Idempotent: its result, passed as `at_most`, is returned."""
     equal = -(-rows // max(1, -(-rows // at_most)))
     return min(at_most, max(1, -(-equal // ALIGNED_ROWS)) * ALIGNED_ROWS)
 
@@ -62,10 +59,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_gradients(
     hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias.
-
-    Unneeded buffers are empty. The gradients are rounded once, when they are scaled.
-    """
+    """Buffers in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias;
+    unneeded ones are empty. The gradients are rounded once, when they are scaled."""
     dtype = sum_dtype(hidden.dtype)
     shapes = (tuple(hidden.shape), tuple(weight.shape), tuple(weight.shape[:1]))
     of_each = zip(shapes, (of_hidden, of_weight, of_bias), strict=True)
@@ -93,9 +88,7 @@ def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: An
 register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(_flops)
 
 
-torch.library.register_fake(
-    SCALE, lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype)
-)
+torch.library.register_fake(SCALE, lambda grad, factor, dtype: torch.empty_like(grad, dtype=dtype))
 
 
 def linear_cross_entropy(

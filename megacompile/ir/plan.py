@@ -1,12 +1,6 @@
 """Plans as data: a row per bucket for its place and its updater, and a row per stage for its saved
-tensors and their place.
-
-- `Choice`: the variables of a search, a table of buckets and the numbers of kept, offloaded, ...
-  stages;
-- `Plan`: the input of passes, the choice expanded for the buckets and stages of a schedule;
-- `Placement`: the runtime's state, the table of the buckets' current places.
-
-`megacompile.passes.schedule.make_plan` expands a `Choice` to a `Plan`.
+tensors and their place. A search has a `Choice`, which `megacompile.passes.schedule.make_plan`
+expands to the `Plan` of a schedule; the runtime has a `Placement`.
 """
 
 from __future__ import annotations
@@ -76,10 +70,8 @@ RESIDENT = BucketPlan(Tier.DEVICE, Tier.DEVICE)  # lives on the device, is not s
 
 
 class Places(dict[int, BucketPlan]):
-    """The places of buckets: bucket key -> row, for buckets not entirely on the host.
-
-    Buckets without a row are on the host. Tables never change; `len()` counts the rows.
-    """
+    """The places of buckets: bucket key -> row, for buckets not entirely on the host. Buckets
+    without a row are on the host. Tables never change; `len()` counts the rows."""
 
     def __init__(self, rows: Mapping[int, BucketPlan] | None = None) -> None:
         super().__init__({key: row for key, row in (rows or {}).items() if row != ON_HOST})
@@ -141,10 +133,6 @@ class Places(dict[int, BucketPlan]):
 
     def __hash__(self) -> int:  # type: ignore[override]
         return self._hash
-
-    def __repr__(self) -> str:
-        rows = (f"{k}: {r.weights.value}, {r.states.value}" for k, r in sorted(self.items()))
-        return f"Places({'; '.join(rows)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +211,7 @@ class Plan:
     @functools.cached_property
     def keep(self) -> frozenset[int]:
         """Stages that keep all or half of their saved tensors instead of recomputing."""
-        return frozenset(
-            i for i, row in enumerate(self.stages) if row.saved is not SavedPart.INPUTS
-        )
+        return self._stages(lambda row: row.saved is not SavedPart.INPUTS)
 
     @functools.cached_property
     def offload(self) -> frozenset[int]:
@@ -263,13 +249,11 @@ class Placement:
 
 
 def first_to_disk(buckets: Sequence[Bucket], trained: Collection[int]) -> list[Bucket]:
-    """Buckets in the order in which their weights go to a disk if host memory is short.
-
-    Frozen buckets are only read, so they come first. Buckets much larger than most come last: each
-    disk read buffer must fit the largest. Any prefix of the others is spread over the model, so
-    that the drive is busy during the whole step. `buckets` are in forward order; `trained`: keys of
-    those with a parameter that gets a gradient.
-    """
+    """Buckets in the order in which their weights go to a disk if host memory is short. Frozen
+    buckets are only read, so they come first. Buckets much larger than most come last: each disk
+    read buffer must fit the largest. Any prefix of the others is spread over the model, so that the
+    drive is busy during the whole step. `buckets` are in forward order; `trained`: keys of those
+    with a parameter that gets a gradient."""
     usual = LARGE * statistics.median(bucket.size_bytes for bucket in buckets) if buckets else 0
     bits = len(buckets).bit_length()
 

@@ -56,11 +56,9 @@ class Code(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The traced code shared by all stages with the same graph.
-
-    Primals are the stage's inputs, parameters first. `graphs` are functional ATen graphs; the
-    `lower` pass fills `code` with the ones that the schedule needs.
-    """
+    """The traced code shared by all stages with the same graph. Primals are the stage's inputs,
+    parameters first. `graphs` are functional ATen graphs; the `lower` pass fills `code` with the
+    ones that the schedule needs."""
 
     index: int
     primals: tuple[Meta, ...]

@@ -6,12 +6,10 @@ import enum
 
 
 class Stream(enum.Enum):
-    """The queues of a schedule's ops.
-
-    Device queues run their ops in issue order. The two queues of `optimizer.step()` do not: host
-    and helping device both take updates from one list, and their division is not known beforehand.
-    The disk queues do not either: several requests are in flight at a time.
-    """
+    """The queues of a schedule's ops. Device queues run their ops in issue order. The two queues of
+    `optimizer.step()` do not: host and helping device both take updates from one list, and their
+    division is not known beforehand. The disk queues do not either: several requests are in flight
+    at a time."""
 
     COMPUTE = "compute"  # the user's current stream: every compute, and updates on the device
     H2D = "h2d"  # host to device: weights, saved tensors, gradients so far, optimizer states

@@ -30,10 +30,8 @@ class SymbolicSizes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Number:
-    """A number as an expression of symbols, with its planned value.
-
-    As a stage input it has the tensor-meta attributes that passes read.
-    """
+    """A number as an expression of symbols, with its planned value. As a stage input it has the
+    tensor-meta attributes that passes read."""
 
     expression: Any
     planned: int | float

@@ -65,10 +65,8 @@ class Result(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """The graph of a piece for one number of tokens: (inputs, cut) -> parts of results.
-
-    A PRODUCT result is two consecutive values.
-    """
+    """The graph of a piece for one number of tokens: (inputs, cut) -> parts of results. A PRODUCT
+    result is two consecutive values."""
 
     tokens: int
     module: fx.GraphModule = field(repr=False)

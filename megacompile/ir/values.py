@@ -1,10 +1,8 @@
 """The values of a schedule's graphs: their producers, memory, readers and lifetimes.
 
-`owns` and `memory` determine which value owns which memory. Three users of lifetimes have separate
-implementations: `passes/schedule/free` chooses where the compute stream frees memory without a
-wait; `verify/memory_checks` proves from the graph alone that frees come after readers in every
-interleaving; `cost/memory` replays the frees over all graphs of a step, because values also share
-memory inside stages, which only the stages' code shows.
+Three users of lifetimes have separate implementations: `passes/schedule/free` chooses where memory
+is freed, `verify/memory_checks` proves it from the graph alone, and `cost/memory` replays the frees
+of a step, because values also share memory inside stages, which only the stages' code shows.
 """
 
 from __future__ import annotations
@@ -44,11 +42,7 @@ def owns(value: fx.Node) -> bool:
 
 def memory(node: fx.Node) -> fx.Node:
     """The value that owns a node's memory, because some ops change an argument in place and return
-    it.
-
-    Fetched gradients fill their buffer, sums overwrite fetched gradients, assigned inputs stay in
-    place.
-    """
+    it."""
     seen = {node}  # stops at cycles of values
     while (at := effects(node).fills) is not None:
         source = node.args[at]
@@ -119,11 +113,8 @@ def copied_away(schedule: Schedule) -> dict[str, fx.Node]:
 
 
 def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
-    """The forward's value that the backward fetches from the host; any other value unchanged.
-
-    The two graphs share no edge: the host copy is the saved value of the backward's placeholder
-    with the same name. `copies` is what `copied_away` returns.
-    """
+    """The forward's value that the backward fetches from the host; any other value unchanged. The
+    backward has a placeholder of the copy's name in `copies`, which `copied_away` returns."""
     on_host = taken(value, Value.SAVED_ON_HOST)
     if effects(value).gives is not Value.SAVED or on_host is None:
         return value
@@ -155,10 +146,7 @@ def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
 
 
 def left_by_backward(schedule: Schedule) -> dict[fx.Node, fx.Node]:
-    """The update's placeholders -> the backward's nodes that it leaves.
-
-    The two graphs share no edge: both use the name in `schedule.left`.
-    """
+    """The update's placeholders -> the backward's nodes of the same names, which it leaves."""
     if schedule.update is None or schedule.backward is None or not schedule.left:
         return {}
     names = set(schedule.left)
@@ -211,11 +199,8 @@ def named(value: fx.Node) -> str:
 
 
 def bytes_of(schedule: Schedule, symbols: Sequence[sympy.Symbol]) -> Callable[..., int]:
-    """Bytes of the stages' outputs and saved tensors, as a function of the symbols' values.
-
-    A measure to compare two sets of sizes, not the memory of a step: a long batch of few rows may
-    need less than a short one of many.
-    """
+    """Bytes of the stages' outputs and saved tensors, as a function of the symbols' values: a
+    measure to compare two sets of sizes, not the memory of a step."""
     terms: Counter[Any] = Counter()
     for stage in schedule.stages:
         for meta in (*stage.outputs, *stage.traced.saved):
@@ -283,10 +268,7 @@ def computed_outputs(outputs: Sequence[Any]) -> list[int]:
 
 def expected_tangents(stages: Schedule) -> tuple[int, ...]:
     """The outputs that will get a gradient: only a scalar loss, if there is one; otherwise all that
-    can.
-
-    A guess before the first backward; a different backward corrects it.
-    """
+    can. A guess before the first backward; a different backward corrects it."""
     outputs, _ = ops.returned(stages.forward)
     metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
     kinds = {k: m.dtype for k, m in metas.items() if m.requires_grad}

@@ -125,11 +125,8 @@ class Step:
 
 
 class Order:
-    """The happens-before order of one graph.
-
-    Each node has the set of nodes before it as the bits of an integer, so an 80-layer schedule
-    takes milliseconds.
-    """
+    """The happens-before order of one graph. Each node has the set of nodes before it as the bits
+    of an integer, so an 80-layer schedule takes milliseconds."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
@@ -155,9 +152,8 @@ def _steps(graph: fx.Graph, position: dict[fx.Node, int]) -> list[Step]:
             continue
         op = ops.op_of(node)
         stream = op.stream if op is not None and op.stream.in_order else None
-        made = map(producer, (v for v in waits_for(node) if position[v] < position[node]))
-        waits = tuple(source for source in made if position[source] < position[node])
-        found.append(Step(node, stream, waits))
+        earlier = (value for value in waits_for(node) if position[value] < position[node])
+        found.append(Step(node, stream, tuple(map(producer, earlier))))
     return found
 
 

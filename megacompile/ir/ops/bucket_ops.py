@@ -121,18 +121,14 @@ def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
     moves=lambda node: (1 if node.args[2:] == (False,) else 2) * value_bytes(node.args[1]),
 )
 def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
-    """Compute the L2 norm of each gradient and, if requested, its largest absolute value.
-
-    Float32, (2, gradients); (1, gradients) without the largest values.
-    """
+    """Compute the L2 norm of each gradient and, if requested, its largest absolute value. Float32,
+    (2, gradients); (1, gradients) without the largest values."""
 
 
 @op(Stream.COMPUTE, gives=Value.DONE, takes=(_GRADIENTS,), keeps=1, writes=(Part.GRADIENTS,))
 def keep_grad(bucket: Bucket, gradients: Any) -> Any:
-    """Store gradients in a resident bucket, without a copy.
-
-    If the bucket has gradients from earlier micro-batches, they are copied to their places.
-    """
+    """Store gradients in a resident bucket, without a copy. If the bucket has gradients from
+    earlier micro-batches, they are copied to their places."""
 
 
 @op(
@@ -145,11 +141,9 @@ def keep_grad(bucket: Bucket, gradients: Any) -> Any:
 def offload_grad(
     bucket: Bucket, gradients: Any, norms: Any = None, *, after: tuple[Any, ...] = ()
 ) -> Any:
-    """Copy gradients and their norms to the bucket's gradient buffer.
-
-    The bucket may be updated as soon as the copy is done, so `after` names a reader of its weights
-    that runs after its gradients are ready.
-    """
+    """Copy gradients and their norms to the bucket's gradient buffer. The bucket may be updated as
+    soon as the copy is done, so `after` names a reader of its weights that runs after its gradients
+    are ready."""
 
 
 @op(Stream.COMPUTE, gives=Value.GRADIENT_BUFFER, owns=True, show=Show.QUIET)
@@ -227,19 +221,15 @@ def update_resident(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
 def update_in_place(
     bucket: Bucket, gradients: Any, norms: Any = None, *, after: tuple[Any, ...] = ()
 ) -> Any:
-    """Run the optimizer's step in the backward on a resident bucket.
-
-    It consumes the backward's gradients; parameters and states change in place. The gradient norms
-    stay on the device until requested.
-    """
+    """Run the optimizer's step in the backward on a resident bucket. It consumes the backward's
+    gradients; parameters and states change in place. The gradient norms stay on the device until
+    requested."""
 
 
 @op(Stream.DEVICE, named, waits=False, helps=True)
 def help_host(updates: tuple[Any, ...]) -> Any:
-    """Start device help: the device runs, in chunks, updates that the host has not started.
-
-    The device takes them in order. For both workers, the value of `update_host` marks completion.
-    """
+    """Start device help: the device runs, in chunks, updates that the host has not started. The
+    device takes them in order. For both workers, the value of `update_host` marks completion."""
 
 
 # Updates on the device, of streamed buckets.
@@ -248,11 +238,8 @@ def help_host(updates: tuple[Any, ...]) -> Any:
 @op(Stream.COMPUTE, gives=Value.STATE_BUFFER, owns=True, show=Show.QUIET)
 def alloc_state(bucket: Bucket, masters: bool) -> Any:
     """Allocate device memory for a bucket's optimizer states; with `masters`, for its parameters
-    too.
-
-    Parameters are fetched if the streamed copy has another dtype, or if no slot holds the weights.
-    Otherwise the update allocates the new ones.
-    """
+    too. Parameters are fetched if the streamed copy has another dtype, or if no slot holds the
+    weights. Otherwise the update allocates the new ones."""
 
 
 @op(
@@ -295,10 +282,8 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     copies=tensors_of_arguments,
 )
 def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
-    """Copy new parameters and states to their places in host memory.
-
-    The gradient norms of an update in the backward are copied first.
-    """
+    """Copy new parameters and states to their places in host memory. The gradient norms of an
+    update in the backward are copied first."""
 
 
 @op(Stream.READ, gives=Value.DONE, reads=(Part.STATES,))

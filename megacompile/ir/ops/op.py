@@ -1,11 +1,8 @@
 """The declaration of an op, from which everything else follows.
 
-An op is a function with the decorator `op(...)`. Its name and arguments appear in the printed
-Python. Its docstring describes it. The decorator declares its effects: its stream, the kinds of
-values that it takes and returns, the memory that it allocates, fills or frees, the parts of its
-bucket that it reads and writes in host memory, its slot, its views and its cost. `verify`, the
-memory and cost models, traces and printed forms read the declaration and never test for a specific
-op. `megacompile.runtime.ops.executor` implements it as a method with the op's name.
+An op is a function with the decorator `op(...)`, which declares its effects. `verify`, the memory
+and cost models, traces and printed forms read the declaration and never test for a specific op.
+`megacompile.runtime.ops.executor` implements it as a method with the op's name.
 """
 
 from __future__ import annotations
@@ -86,10 +83,8 @@ class Takes:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The declaration of an op.
-
-    Positions are argument positions. "Memory" is allocated by the compute stream's allocator.
-    """
+    """The declaration of an op. Positions are those of arguments. "Memory" is allocated by the
+    compute stream's allocator."""
 
     name: str
     stream: Stream
@@ -148,8 +143,6 @@ NO_OP = Op("", Stream.COMPUTE, lambda args: "", issues=False, show=Show.QUIET)
 OPS: dict[Callable[..., Any], Op] = {}  # filled by the declarations
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
 Label = Callable[[Sequence[Any]], str]
 
 
@@ -176,11 +169,9 @@ def short(text: str) -> Callable[[str], Label]:
 def op(
     stream: Stream, label: Callable[[str], Label] = by_subject, **effects: Any
 ) -> Callable[[F], F]:
-    """Declare a function as an op: `@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, ...)`.
-
-    Its body is its docstring: only the executor runs ops. By default a copy to the host moves its
-    arguments, and another copy its result.
-    """
+    """Declare a function as an op: `@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, ...)`. Its body
+    is its docstring: only the executor runs ops. By default a copy to the host moves its arguments,
+    and another copy its result."""
     if stream in (Stream.H2D, Stream.READ, Stream.WRITE):
         effects.setdefault("moves", value_bytes)
     elif stream is Stream.D2H:
@@ -201,8 +192,8 @@ def value_bytes(node: Any) -> int:
 
 def of_arguments(node: fx.Node) -> int:
     """Bytes of all arguments together."""
-    taken: dict[fx.Node, None] = {}
-    fx.map_arg(node.args, lambda n: taken.setdefault(n))
+    taken = set[fx.Node]()
+    fx.map_arg(node.args, taken.add)
     return sum(map(value_bytes, taken))
 
 
@@ -231,10 +222,8 @@ def call(
     name: str | None = None,
     after: tuple[fx.Node, ...] | None = None,
 ) -> fx.Node:
-    """Add a node that calls an op, at the graph's insertion point.
-
-    `create_node` searches each argument for symbols, and a plan search creates a million nodes.
-    """
+    """Add a node that calls an op, at the graph's insertion point. `create_node` searches each
+    argument for symbols, and a plan search creates a million nodes."""
     kwargs = {} if after is None else {"after": after}
     if name is not None:
         return compat.new_node(graph, "call_function", op, name, args, kwargs)
@@ -301,10 +290,7 @@ def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]
 
 
 def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
-    """The nodes that call one of `targets` (every op without targets), in program order.
-
-    With targets, uses the graph's table; without targets, scans all nodes.
-    """
+    """The nodes that call one of `targets` (every op without targets), in program order."""
     if not targets:
         return [n for n in graph.nodes if n.target in OPS]
     if len(targets) == 1:

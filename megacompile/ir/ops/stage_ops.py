@@ -60,9 +60,7 @@ def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], savin
 )
 def assign(tensor: Any, value: Any, counted: bool = True, *, after: tuple[Any, ...] = ()) -> Any:
     """Write a new value into an input that a stage changes in place (a BatchNorm statistic).
-
-    `counted=False`: the tensor's version is not bumped, because the original operators do not.
-    """
+    `counted=False`: the tensor's version is not bumped, because the original operators do not."""
 
 
 @op(
@@ -107,10 +105,8 @@ def backward(
     partial_gradients: tuple[Any, ...],
 ) -> Any:
     """Compute the gradients of a stage's inputs, then of its parameters, one group per bucket.
-
     `partial_gradients`: the gradients so far of inputs and parameters that later stages used too.
-    They enter the stage's graph, so that sums follow autograd's order.
-    """
+    They enter the stage's graph, so that sums follow autograd's order."""
 
 
 _ON_HOST = Takes(1, Value.SAVED_ON_HOST)
@@ -157,11 +153,9 @@ def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
 
 @op(Stream.COMPUTE, named, drains=True)
 def drain() -> Any:
-    """Free what earlier graphs passed to `defer_free`; the compute stream waits for its copies.
-
-    It runs in a forward, half a schedule after those copies. Nothing in its graph reads that
-    memory, so it names no value. Optional; without it the memory is freed later.
-    """
+    """Free what earlier graphs passed to `defer_free`; the compute stream waits for its copies. It
+    runs in a forward, half a schedule after those copies. Nothing in its graph reads that memory,
+    so it names no value. Optional; without it the memory is freed later."""
 
 
 @op(Stream.COMPUTE, named, **_FREED)
