@@ -2,13 +2,9 @@
 
     g = scale * grad;   p, states = rule(p, g, states, scalars)
 
-Gradient, parameter and states are read once; parameter, copy and states are written once. The
-rule's arithmetic (`OptimizerRule.kernel`) is inlined. The twin is `runtime/optim/twin.py`.
-
-A tile is (ROWS, 256); a row is one quantization block. New values are rounded to the dtype in
-memory: to nearest, or stochastically to bf16. The twins are `quantize` and `dequantize` in
-runtime/optim/blockwise.py (Dettmers et al., 2021, arXiv 2110.02861), and `round_stochastic` in
-runtime/optim/twin.py ([Note: stochastic rounding]; Philox-4x32-10, Salmon et al., 2011).
+The rule's arithmetic is inlined. A tile is (ROWS, 256); a row is one
+quantization block. New values are rounded to the dtype in memory: to nearest, or stochastically to
+bf16. The twins, with the sources, are in `twin.py` (`round_stochastic`) and `blockwise.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -95,7 +91,7 @@ def _in_triton(dtype: torch.dtype | None) -> Any:
 
 @functools.cache
 def _jitted(rule: OptimizerRule) -> Any:
-    plain: Any = rule.kernel
+    plain: Any = rule.arithmetic
     names = {**plain.__globals__, "tl": tl}
     return triton.jit(types.FunctionType(plain.__code__, names, plain.__name__))
 
@@ -125,15 +121,6 @@ def round_nearest(x, DTYPE: tl.constexpr):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(finite, rounded, bits).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
-
-
-@triton.jit
-def round_to(x, seed, index, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Round x to DTYPE: stochastically if STOCHASTIC and DTYPE is bf16, else to nearest."""
-    if STOCHASTIC and DTYPE == tl.bfloat16:
-        return round_stochastic(x, seed, index)
-    else:
-        return round_nearest(x, DTYPE)
 
 
 @triton.jit
@@ -273,7 +260,10 @@ def _update(
             store_state(
                 table, _STATE0 + i, ABSMAX0 + i, at, maps, states[i], SIGNED[i], STATES[i], ALIGNED
             )
-    new = round_to(p, tl.load(table + SEED), index, PARAM, STOCHASTIC)
+    if STOCHASTIC and PARAM == tl.bfloat16:
+        new = round_stochastic(p, tl.load(table + SEED), index)
+    else:
+        new = round_nearest(p, PARAM)
     tl.store(pointers(table, _OUT, index, PARAM, ALIGNED), new, mask=mask)
     if COPY is not None:
         low = round_nearest(new, COPY)

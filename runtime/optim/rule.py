@@ -1,10 +1,11 @@
 """The interface of an optimizer rule (`OptimizerRule`). Read this file before adding an optimizer.
 
-A rule has the arithmetic of an update twice: in plain torch (the twin, compiled to C++ for the
-host) and in Triton (the kernel, for the device), tested against each other. Both are pure and
-elementwise, on values in fp32 (fp64 for fp64 parameters). All rules share the code around them:
-dtypes, 8-bit states, rounding, masters and their copies (`twin.py`, `kernels.py`), and the time and
-place of an update (`runtime/updates`). The rest of the code never checks which rule it has.
+A rule has the arithmetic of an update, with the names of `triton.language`: the kernel for the
+device inlines it, and the twin, which is compiled to C++ for the host, calls it with the same names
+in torch (`twin.TorchLanguage`). It is pure and elementwise, on values in fp32 (fp64 for fp64
+parameters). All rules share the code around it: dtypes, 8-bit states, rounding, masters and their
+copies (`twin.py`, `kernels.py`), and the time and place of an update (`runtime/updates`). The rest
+of the code never checks which rule it has.
 
 An optimizer whose update is not elementwise has an `OwnStep` instead, which runs torch's own code.
 """
@@ -27,12 +28,6 @@ from torch.optim import Optimizer
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 
 Group = Mapping[str, Any]  # a parameter group: its options
-
-# (p, g, states, scalars) -> (new p, new states). Tensors are (numel,) in the arithmetic's dtype,
-# scalars 0-d. `states` are the existing ones in the order of `moments`; as many are returned.
-Twin = Callable[
-    [Tensor, Tensor, tuple[Tensor, ...], Sequence[Tensor]], tuple[Tensor, tuple[Tensor, ...]]
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +114,9 @@ class OptimizerRule(KnownOptimizer):
     # (group, step, first) -> numbers. `step` counts from 1 (the state's "step"); `first` is True if
     # a state has no value yet
     scalars: Callable[[Group, float, bool], Sequence[float]]
-    twin: Twin
-    # The twin in Triton, with the same arguments. It is not decorated, and `tl` is bound later,
-    # because triton is imported for the first update on a GPU.
-    kernel: Callable[..., Any]
+    # (p, g, states, scalars) -> (new p, new states). `states` are the existing ones in the order of
+    # `moments`; as many are returned. For tensors, (numel,) each, scalars are 0-d
+    arithmetic: Callable[..., Any]
 
     def signed(self, name: str) -> bool:
         return all(moment.signed for moment in self.moments if moment.name == name)

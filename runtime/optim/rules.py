@@ -35,10 +35,9 @@ To add an optimizer, write its rule or its `OwnStep`, and list it in `RULES` or 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from megacompile.runtime.optim.rule import (
@@ -51,10 +50,7 @@ from megacompile.runtime.optim.rule import (
     is_number,
     numbers,
 )
-from megacompile.runtime.optim.twin import sqrt
-
-if TYPE_CHECKING:  # see `OptimizerRule.kernel`
-    import triton.language as tl
+from megacompile.runtime.optim.twin import TorchLanguage as tl
 
 
 def _adam_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
@@ -75,32 +71,19 @@ def _adam_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
     )
 
 
-def _adam(
-    p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Sequence[Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _adam(p, g, states, h):
     l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
-    g = torch.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
+    g = tl.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
     p = p * decay
     # torch.lerp's formula for small weights; compiled code would decompose torch.lerp itself
-    m = states[0] + one_minus_beta1 * (g - states[0])
-    v = states[1] * beta2 + one_minus_beta2 * g * g
-    v_hat = v if len(states) == 2 else torch.maximum(states[2], v)
-    p = p + step_size * m / (sqrt(v_hat) + eps)
-    return p, (m, v) if len(states) == 2 else (m, v, v_hat)
-
-
-def adam_kernel(p, g, states, h):
-    l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
-    g = tl.where(l2 != 0, g + l2 * p, g)
-    p = p * decay
     m = states[0] + one_minus_beta1 * (g - states[0])
     v = states[1] * beta2 + one_minus_beta2 * g * g
     v_hat = v
     later = (m, v)
     if len(states) == 3:
-        v_hat = tl.maximum(states[2], v, propagate_nan=tl.PropagateNan.ALL)
+        v_hat = tl.where((states[2] > v) | (states[2] != states[2]), states[2], v)  # or NaN
         later = (m, v, v_hat)
-    if p.dtype == tl.float32:  # plain sqrt and division are approximate in fp32
+    if p.dtype == tl.float32:  # Triton's plain sqrt and division are approximate in fp32
         p = p + tl.div_rn(step_size * m, tl.sqrt_rn(v_hat) + eps)
     else:
         p = p + step_size * m / (tl.sqrt(v_hat) + eps)
@@ -129,8 +112,7 @@ ADAM = OptimizerRule(
         Option("betas", _are_betas, "two numbers of at least 0, below 1"),
     ),
     scalars=_adam_scalars,
-    twin=_adam,
-    kernel=adam_kernel,
+    arithmetic=_adam,
 )
 
 USUAL = {  # the options of a parameter group of torch.optim.AdamW
@@ -155,25 +137,13 @@ def _sgd_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
     )
 
 
-def _sgd(
-    p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Sequence[Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    l2, negative_lr, momentum, one_minus_dampening, first, nesterov = h
-    g = torch.where(l2 != 0, g + l2 * p, g)
-    if not states:
-        return p + negative_lr * g, ()
-    # the momentum's memory may hold anything before the first step, even NaN
-    m = torch.where(first != 0, g, states[0] * momentum + one_minus_dampening * g)
-    direction = torch.where(nesterov != 0, g + momentum * m, m)
-    return p + negative_lr * direction, (m,)
-
-
-def sgd_kernel(p, g, states, h):
+def _sgd(p, g, states, h):
     l2, negative_lr, momentum, one_minus_dampening, first, nesterov = h
     g = tl.where(l2 != 0, g + l2 * p, g)
     direction = g
     later = states
     if len(states) == 1:
+        # the momentum's memory may hold anything before the first step, even NaN
         m = tl.where(first != 0, g, states[0] * momentum + one_minus_dampening * g)
         direction = tl.where(nesterov != 0, g + momentum * m, m)
         later = (m,)
@@ -187,8 +157,7 @@ SGD = OptimizerRule(
     moments=(Moment("momentum_buffer", option="momentum", late=True),),
     options=numbers("lr", "weight_decay", "momentum", "dampening"),
     scalars=_sgd_scalars,
-    twin=_sgd,
-    kernel=sgd_kernel,
+    arithmetic=_sgd,
 )
 
 
@@ -200,22 +169,12 @@ def _lion_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
     return (decay, -lr, beta1, 1 - beta1, beta2, 1 - beta2)
 
 
-def _lion(
-    p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Sequence[Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    decay, negative_lr, beta1, one_minus_beta1, beta2, one_minus_beta2 = h
-    m = states[0]
-    direction = torch.sign(m * beta1 + one_minus_beta1 * g)
-    return p * decay + negative_lr * direction, (m * beta2 + one_minus_beta2 * g,)
-
-
-def lion_kernel(p, g, states, h):
+def _lion(p, g, states, h):
     decay, negative_lr, beta1, one_minus_beta1, beta2, one_minus_beta2 = h
     m = states[0]
     update = m * beta1 + one_minus_beta1 * g
-    direction = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))  # NaN: 0
-    p = p * decay + negative_lr * direction
-    return p, (m * beta2 + one_minus_beta2 * g,)
+    sign = (update > 0).to(p.dtype) - (update < 0).to(p.dtype)
+    return p * decay + negative_lr * sign, (m * beta2 + one_minus_beta2 * g,)
 
 
 def _unlike_lion(optimizer: Optimizer) -> str:
@@ -234,8 +193,7 @@ LION = OptimizerRule(
     options=(*numbers("lr", "weight_decay"), Option("betas", _are_numbers, "two numbers")),
     unsupported_reason=_unlike_lion,
     scalars=_lion_scalars,
-    twin=_lion,
-    kernel=lion_kernel,
+    arithmetic=_lion,
 )
 
 

@@ -8,6 +8,7 @@ The code is pointwise on flat tensors, and its scalars are data. So one
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
     first element in the whole parameter (for the seed), and `blockwise.tables`. Compiled code must
     get the tables as an argument: Dynamo names constants by a counter of the process, and the names
     would enter the caches' keys."""
-    twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
+    arithmetic, signs = rule.arithmetic, tuple(moment.signed for moment in rule.moments)
 
     def step(
         param: Tensor,
@@ -50,7 +51,7 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
         if table is None and has_codes(states):
             table = tables(param.device)
         old = tuple([_load(state, math, table, signed=sign) for state, sign in present])
-        p, new = twin(param.to(math), grad.to(math) * scale, old, scalars)
+        p, new = arithmetic(param.to(math), grad.to(math) * scale, old, scalars)
         for (state, sign), values in zip(present, new, strict=True):
             _store(state, values, table, signed=sign)
         if seed is not None and param.dtype == torch.bfloat16:
@@ -135,6 +136,15 @@ def sqrt(x: Tensor) -> Tensor:
     return torch.tensor(roots, dtype=x.dtype)
 
 
+class TorchLanguage:
+    """The names of `triton.language` that the arithmetic of rules uses, for tensors."""
+
+    float32 = torch.float32
+    where: Any = staticmethod(torch.where)
+    sqrt = sqrt_rn = staticmethod(sqrt)
+    div_rn: Any = staticmethod(torch.div)
+
+
 # [Note: stochastic rounding]
 # To round fp32 to bf16, add a random 16-bit number to the bit pattern and keep the upper half of
 # the sum. The mean over the random numbers is the unrounded value. The random number is the low
@@ -149,15 +159,9 @@ _LOW = 0xFFFF
 def seed_of(torch_seed: int, parameter: int, step: int, shard: int = 0) -> int:
     """A seed in [0, 2^63) for one parameter's rounding in one step. `torch_seed` is
     `torch.initial_seed()`. Element indices start at 0 in each shard, so each shard needs its own
-    seed; the first shard has the seed of a whole parameter. The finalizer of SplitMix64 mixes the
-    arguments (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
-    mixed = 0
-    for part in (torch_seed, parameter, step, *([shard] if shard else [])):
-        mixed = (mixed + part + 0x9E3779B97F4A7C15) % 2**64
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-        mixed ^= mixed >> 31
-    return mixed >> 1
+    seed; the first shard has the seed of a whole parameter."""
+    text = f"{torch_seed} {parameter} {step} {shard}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def round_stochastic(
