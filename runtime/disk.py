@@ -1,28 +1,23 @@
 """A private file on a disk, allocation of byte ranges (places) in it, and threads that read and
-write them.
+write them (docs/decisions/0028-disk.md).
 
 The file has no name (it is unlinked after creation), so the system frees it when this process and
 its forked children have ended, even if they are killed. Taking a place allocates its blocks, so a
 full disk is detected there, not in the middle of a step. New places read as zeros. A place that was
 given back has no blocks, and is used again for the same size.
 
-[Note: direct I/O] Reads and writes of a step bypass the page cache (`O_DIRECT`): disk= is meant to
-save host memory, and copying through the cache takes the CPU longer than the transfer takes the
-disk. If the file system does not support it (some network and FUSE ones), they use the cache, and
-the system is asked to drop the pages afterwards.
+[Note: direct I/O] Reads and writes of a step bypass the page cache (`O_DIRECT`). If the file system
+does not support it (some network and FUSE ones), they use the cache, and the system is asked to
+drop the pages afterwards.
 
 [Note: coherence] User code reads places through a shared mapping (`DiskBuffer`), that is, through
-the page cache. Linux keeps the cache coherent with direct I/O: it writes back dirty pages before a
-direct access, and a direct write drops the pages, also from page tables. This fails only for
-concurrent accesses to one page, which the guards of states exclude (`runtime/params/guards.py`). So
-places are page-aligned, and no explicit sync is needed. POSIX does not define O_DIRECT; file
-systems that fail `_is_coherent` do without.
+the page cache, which Linux keeps coherent with direct I/O, except for concurrent accesses to one
+page. The guards of states exclude those (`runtime/params/guards.py`), and places are page-aligned.
+POSIX does not define O_DIRECT; file systems that fail `_is_coherent` do without.
 
-[Note: chunks] A request is split into chunks, and the threads of its direction process them in
-parallel; they wait in the kernel without the GIL, as fast as io_uring (decision 28). Between two
-chunks a thread waits up to 5 ms for the GIL (`sys.getswitchinterval`) while another thread runs
-Python, such as the one that launches kernels. A chunk of 4 MiB takes about as long. So chunks are
-large, but a request has enough of them for all threads.
+[Note: chunks] The threads of a direction process the chunks of a request in parallel; they wait in
+the kernel without the GIL. Between two chunks a thread may wait 5 ms for the GIL, as long as a
+chunk of 4 MiB takes. So chunks are large, but a request has enough of them for all threads.
 
 [Note: order] Requests are ordered only by `before`, in which a disk thread waits. A write waits
 there for the work that computes its content, which never runs on a disk thread; a read waits for

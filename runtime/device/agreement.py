@@ -1,20 +1,16 @@
 """Ensures that ranks run the same collectives in the same order; if they do not, all ranks stop
 with a reason (docs/decisions/0037-ranks-agree.md).
 
-Before a rank runs a graph, it writes the graph's digest into the store of the process group. The
-first rank to write decides; a rank with another digest raises before any of its collectives.
-
     rank 0    n=7  forward, 12 collectives, digest 4fe1...     written
     rank 1    n=7  forward, 12 collectives, digest 4fe1...     the same: it runs
     rank 2    n=7  backward, 9 collectives, digest 08c2...     not the same: RankError in every rank
 
-A started gloo collective cannot be aborted. So with gloo, ranks meet in the store, where faults can
-be reported, before a graph. With NCCL a thread aborts collectives that will never complete.
+With gloo, ranks also meet in the store before a graph; with NCCL a thread aborts collectives that
+will never complete.
 
 [Note: faults] A rank that raises, or finds a difference, writes the reason into the store; the
 first reason counts. A rank that is killed or stopped cannot: each rank's thread writes a note every
-two seconds, and an exiting process writes a last one. A rank reads these only while it waits. One
-that is alive and behind is waited for until the process group's timeout.
+two seconds, and an exiting process writes a last one. A rank reads these only while it waits.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ putting a job into the queue is atomic, and a thread that was started twice ends
 
 [Note: forks of the process] Data loaders fork. A child has no other threads, and locks held by them
 stay locked forever. So before a fork, work in flight is awaited, while the threads still accept
-jobs; then the threads are idle. The child gets new threads, new locks and private copies of shared
-memory. Only processes with a model register callbacks.
+jobs; then the threads are idle. The child gets new threads and new locks. Only processes with a
+model register callbacks.
 """
 
 from __future__ import annotations
@@ -64,24 +64,18 @@ class WeakIdSet(Generic[T]):
 
 
 def at_fork(who: Any, *, last: bool = False) -> None:
-    """Register an object, by weak reference: its `after_fork(in_child=)` is called once in the
-    parent and once in the child, and its `before_fork()`, if it has one, in the forking thread,
-    after those of the others if `last`. They return quickly and never raise."""
+    """Register an object, by weak reference. If it has them, its `before_fork()` is called in the
+    forking thread, after those of the others if `last`, and its `after_fork(in_child=)` once in the
+    parent and once in the child. They return quickly and never raise."""
     _register()
     _LIVE[last].add(who)
 
 
-def _before() -> None:
-    for group in _LIVE:
+def _call(name: str, groups: tuple[WeakIdSet[Any], ...], **given: bool) -> None:
+    for group in groups:
         for each in group:
-            if (call := getattr(each, "before_fork", None)) is not None:
-                call()
-
-
-def _after(in_child: bool) -> None:
-    for group in reversed(_LIVE):
-        for each in group:
-            each.after_fork(in_child=in_child)
+            if (call := getattr(each, name, None)) is not None:
+                call(**given)
 
 
 _LIVE: tuple[WeakIdSet[Any], WeakIdSet[Any]] = (WeakIdSet(), WeakIdSet())
@@ -91,9 +85,9 @@ _LIVE: tuple[WeakIdSet[Any], WeakIdSet[Any]] = (WeakIdSet(), WeakIdSet())
 def _register() -> None:
     if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
         os.register_at_fork(
-            before=_before,
-            after_in_parent=functools.partial(_after, False),
-            after_in_child=functools.partial(_after, True),
+            before=functools.partial(_call, "before_fork", _LIVE),
+            after_in_parent=functools.partial(_call, "after_fork", _LIVE[::-1], in_child=False),
+            after_in_child=functools.partial(_call, "after_fork", _LIVE[::-1], in_child=True),
         )
 
 

@@ -1,22 +1,21 @@
-"""The memory of a bucket's tensors: on the host, the device or a disk.
+"""The memory of a bucket's tensors: on the host, the device or a disk
+(docs/decisions/0004-host-buffers.md).
 
-[Note: exact-size pinned memory] `torch.empty(pin_memory=True)` rounds up to a power of two: a 525
-MiB layer takes 1 GiB. A mapping registered with `cudaHostRegister` takes exactly its size. It is
-shared, so that a forked data loader never turns its pages copy-on-write during DMA. Memory that
-only the CPU uses is private, in huge pages if the system has them.
+[Note: exact-size pinned memory] A mapping registered with `cudaHostRegister` takes exactly its
+size, not the next power of two. It is shared, so that a forked data loader never turns its pages
+copy-on-write during DMA. Memory that only the CPU uses is private, in huge pages if possible.
 
-[Note: forks] A child of a fork must not write into the parent's parameters. Private memory is
-copied on write, as usual. Shared memory is one in-memory file, in which each buffer has its own
-range, or a scratch file. The child maps that range again, privately: its writes stay private, and
-unwritten pages show the parent's current content. This costs nothing until the child writes. A
-scratch file exists until the last child has ended.
+[Note: forks] Private memory is copied on write, as usual. Page-locked memory is shared with a child
+of a fork, which cannot use CUDA and may only read it. The child maps a scratch file again,
+privately: its writes stay private, and unwritten pages show the parent's current content. A scratch
+file exists until the last child has ended.
 
 [Note: one storage a parameter] Each parameter is a tensor with its own storage inside the buffer,
-so `torch.save`, safetensors and all other code that inspects storages sees ordinary parameters.
+so code that inspects storages (`torch.save`, safetensors) sees ordinary parameters.
 
-[Note: buffers allocated in advance] Allocating and locking a gigabyte takes 0.3 s: for 40 GiB of
-gradients and states, 9 s of a first step of 65 s. So a thread allocates buffers in advance. A
-caller takes a ready buffer of its size, or waits for one that is being allocated.
+[Note: buffers allocated in advance] Allocating and locking a gigabyte takes 0.3 s. So a thread
+allocates buffers in advance. A caller takes a ready buffer of its size, or waits for one that is
+being allocated.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class HostBuffer(mmap.mmap):
     _address: int = 0  # if page-locking was requested
     locked: bool = False
     private: bool = False
-    _at: tuple[int, int] | None = None  # the file that it maps, and the offset in it
     _node: numa.Node | None = None
     _process: int = 0
 
@@ -67,8 +65,6 @@ class HostBuffer(mmap.mmap):
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
         made.private, made._node, made._process = not pin, node, os.getpid()
-        if pin:
-            made._share()
         if hasattr(mmap, "MADV_HUGEPAGE"):  # 10 % more bandwidth for the CPU
             made.madvise(mmap.MADV_HUGEPAGE)  # few systems have them for shared memory
         if pin and (touch or node is not None):  # threads that fill it may run elsewhere
@@ -78,28 +74,6 @@ class HostBuffer(mmap.mmap):
     @property
     def _flat(self) -> torch.Tensor:
         return torch.frombuffer(self, dtype=torch.uint8)
-
-    def _share(self) -> None:
-        """Move it into the shared-memory file, if there is one."""
-        file = _shared_file(self._process)
-        at = None if file is None else _take(file, len(self))
-        if file is not None and at is not None and not self._map(mmap.MAP_SHARED, file, at):
-            self._at = file, at
-            at_fork(self)
-
-    def _map(self, kind: int, file: int, at: int) -> int:
-        """Map a range of a file over this memory; returns 0 or an errno."""
-        start = self._flat.data_ptr()
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        place = (ctypes.c_void_p(start), ctypes.c_size_t(len(self)))
-        call = _libc("mmap", ctypes.c_void_p)
-        found = call(*place, access, kind | _MAP_FIXED, file, ctypes.c_int64(at))
-        return 0 if found == start else ctypes.get_errno() or errno.ENOSYS
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Map it again, privately; see [Note: forks]."""
-        if in_child and self._at is not None:
-            self._map(mmap.MAP_PRIVATE, *self._at)
 
     def settle(self) -> None:
         """Allocate its pages on several threads, and page-lock it."""
@@ -121,8 +95,8 @@ class HostBuffer(mmap.mmap):
     def __del__(self) -> None:
         if self._address:
             PAGE_LOCKS.unlock(self._address)
-        if self._at is not None and self._process == os.getpid():
-            self.madvise(mmap.MADV_REMOVE)  # otherwise the file would keep the memory
+        if not self.private and self._process == os.getpid() and hasattr(mmap, "MADV_REMOVE"):
+            self.madvise(mmap.MADV_REMOVE)  # otherwise forked children would keep the memory
 
     def tensor(self, param: Param) -> torch.Tensor:
         """A tensor with the shape of `param` at its offset, with its own storage."""
@@ -165,10 +139,9 @@ class DiskBuffer(HostBuffer):
     def __new__(cls, size_bytes: int, disk: Disk) -> DiskBuffer:
         size = disk.round_up(size_bytes)
         made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        made.disk, made._process = disk, os.getpid()
+        made.disk = disk
         made._place = disk.take(size)
-        made._at = disk.fd, made._place.at
-        if number := made._map(mmap.MAP_SHARED, *made._at):
+        if number := made._map(mmap.MAP_SHARED):
             raise DiskError(
                 number,
                 f"disk={str(disk.folder)!r}: mmap of {size} bytes failed with errno {number} "
@@ -179,6 +152,21 @@ class DiskBuffer(HostBuffer):
             made.madvise(mmap.MADV_SEQUENTIAL)  # reading all of it is twice as fast
         at_fork(made)
         return made
+
+    def _map(self, kind: int) -> int:
+        """Map its place in the file over this memory; returns 0 or an errno."""
+        assert self._place is not None
+        start, access = self._flat.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
+        place = (ctypes.c_void_p(start), ctypes.c_size_t(len(self)))
+        offset = ctypes.c_int64(self._place.at)
+        call = _libc("mmap", ctypes.c_void_p)
+        found = call(*place, access, kind | _MAP_FIXED, self.disk.fd, offset)
+        return 0 if found == start else ctypes.get_errno() or errno.ENOSYS
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Map it again, privately; see [Note: forks]."""
+        if in_child:
+            self._map(mmap.MAP_PRIVATE)
 
     def span(self, memory: Memory) -> FileSpan:
         """The whole buffer, paired with memory to copy to or from."""
@@ -324,34 +312,6 @@ class HostBudget:
 
 
 @functools.cache
-def _shared_file(process: int) -> int | None:
-    """The descriptor of this process's in-memory file, if the system has such files. All buffers
-    share it, so they need no descriptors of their own. A child of a fork has another file: it would
-    allocate the same ranges as its parent."""
-    del process
-    try:
-        return os.memfd_create("megacompile")
-    except (AttributeError, OSError):  # not Linux, or not allowed
-        return None
-
-
-def _take(file: int, size_bytes: int) -> int | None:
-    """Allocate a range of the in-memory file, in any thread; None if there is no space. Several
-    threads create buffers concurrently, and two buffers in one range would overwrite each other.
-    The next range starts at the file's position, which the kernel advances atomically; a lock
-    could stay locked after Ctrl-C (see `runtime.device.background`). The file grows by a write:
-    `ftruncate` with an outdated size would cut off ranges that other threads have allocated
-    since."""
-    whole = -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
-    try:
-        at = os.lseek(file, whole, os.SEEK_CUR) - whole
-        os.pwrite(file, b"\0", at + size_bytes - 1)
-    except OSError:  # file size limit, or out of memory
-        return None
-    return at
-
-
-@functools.cache
 def _libc(name: str, result: Any = ctypes.c_int) -> Any:
     """A function of the C library, called without the GIL; returns -1 if it is missing."""
     try:
@@ -362,7 +322,6 @@ def _libc(name: str, result: Any = ctypes.c_int) -> Any:
     return found
 
 
-_HUGE_PAGE = 2 * 2**20
 _MAP_FIXED = 0x10  # on Linux
 
 # The kernel allocates and clears a page at its first write: 6.5 GiB/s on one thread of a machine

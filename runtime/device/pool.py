@@ -2,22 +2,18 @@
 between a forward and its backward.
 
     BufferPool       saved tensors on the host: as many buffers as exist at once
-    SavedDisk        saved tensors on the disk: ranges of the scratch file. Only a step reads them,
-                     so they are not mapped, unlike `DiskBuffer`s. They are reused: allocating one
-                     costs file system time, and new ranges are slower to write
+    SavedDisk        saved tensors on the disk: ranges of the scratch file, not mapped. They are
+                     reused: allocating one costs file system time, and new ones are slower to write
     BucketBuffers    buckets on a disk (`runtime/updates/staging.py`): a fixed number, in turn
 
-[Note: host memory is reused] A finished use returns its buffer to the pool, which lends it to the
-next use of similar size, so a step like the previous one locks no new memory. A `BufferPool` never
-holds more than the peak use in total. A buffer may be lent again while a device copy from or to it
-is in flight: the next write into it waits for the completion of the last copy, which it records.
+[Note: host memory is reused] A finished use returns its buffer, which the next use of similar size
+gets, so a step like the previous one locks no new memory. A buffer may be lent again while a device
+copy from or to it is in flight: the next write into it waits for that copy's completion.
 
-[Note: no deadlock] A disk read starts once its data is written and its buffer is free. A disk
-thread that waited for either could wait for a request queued after its own. So the pool's thread
-waits, lease by lease in request order, and then starts the read. The work that a lease waits for
-started earlier and needs no later lease of the same pool: a holder returns its buffer without
-acquiring another. If that does not hold, two pools with separate threads are used: an update holds
-its buffer across later prefetches.
+[Note: no deadlock] A disk thread that waited for a read's data or buffer could wait for a request
+queued after its own. So the pool's thread waits, lease by lease in request order, and then starts
+the read. What it waits for started earlier and needs no later lease of the same pool; otherwise
+there are two pools (docs/decisions/0030-weights-on-a-disk.md).
 
 [Note: ownership] A forward may be abandoned and its values freed while threads still write them. So
 a request references its buffer and its file range until it completes. Both are returned with the
@@ -238,7 +234,7 @@ class OnHost(Lease):
         if queue is not None:
             buffer.used.wait_on(queue)  # write after read
         made._memory().copy_(_elements(made.meta, value), non_blocking=True)
-        made.ready = buffer.used = _now(queue)
+        made.ready = buffer.used = completion_of(queue)
         return made
 
     def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
@@ -247,7 +243,7 @@ class OnHost(Lease):
         if queue is not None:
             self.ready.wait_on(queue)  # read after write
         _elements(self.meta, buffer).copy_(self._memory(), non_blocking=True)
-        self.buffer.used = _now(queue)
+        self.buffer.used = completion_of(queue)
         if self.once:
             self.release()
         return buffer
@@ -285,13 +281,9 @@ def _elements(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if extent is None else tensor.as_strided((extent,), (1,))
 
 
-def _now(queue: torch.cuda.Stream | None) -> Completion:
-    """The completion of the work issued on a stream so far."""
-    if queue is None:
-        return OVER
-    event = torch.cuda.Event()
-    event.record(queue)
-    return Completion(event)
+def completion_of(queue: torch.cuda.Stream | None) -> Completion:
+    """The completion of the work issued on a stream so far; None: the CPU."""
+    return OVER if queue is None else Completion(queue.record_event())
 
 
 def converted(

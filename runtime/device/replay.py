@@ -1,8 +1,7 @@
-"""Code that is captured once and replayed: CUDA graphs.
+"""Code that is captured once and replayed: CUDA graphs (docs/decisions/0057-cuda-graphs.md).
 
-A CUDA graph (`torch.cuda.CUDAGraph`) launches all kernels of a stage at once, which Python launches
-one by one. The first few calls run the code eagerly, which tunes its kernels and shows which inputs
-stay at one address. The next call is captured.
+The first few calls run the code eagerly, which tunes its kernels and shows which inputs stay at one
+address. The next call is captured.
 
 [Note: memory of a graph] A replay reads and writes the addresses of its capture.
 
@@ -14,8 +13,7 @@ stay at one address. The next call is captured.
     scratch   is shared by graphs, so one graph may overwrite the results of another. Results that a
               forward leaves for its backward are therefore in memory of their own
 
-Integers among the inputs are dynamic sizes. A graph is valid only for the sizes of its capture; a
-call with other sizes runs eagerly.
+Integers among the inputs are dynamic sizes; a call with others than the capture's runs eagerly.
 """
 
 from __future__ import annotations

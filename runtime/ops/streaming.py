@@ -15,7 +15,7 @@ from megacompile.ir.ops import Part
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion
-from megacompile.runtime.device.pool import OnDisk, OnHost, empty
+from megacompile.runtime.device.pool import OnDisk, OnHost, completion_of, empty
 from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.disk import Request
 from megacompile.runtime.ops.machine import Group, OpGroup, handles, nothing
@@ -83,7 +83,7 @@ class StreamingOps(OpGroup):
         def copy() -> Any:
             place = taken.place()[: bucket.size_bytes]
             machine.slots.flat(slot, bucket).copy_(place, non_blocking=True)
-            taken.release(None if queue is None else Completion(queue.record_event()))
+            taken.release(completion_of(queue))
             return machine.slots.weights(slot, bucket)
 
         return self._issue(Stream.H2D, (after,), copy)
