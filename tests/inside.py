@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from megacompile.ir.plan import Places
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.runtime.checkpoint.files import Reader
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
@@ -54,6 +56,19 @@ def start_processes() -> None:
 def stop_processes() -> None:
     """End the processes that compile for this one."""
     compile_pool.stop()
+
+
+@contextmanager
+def before_reads(fault: Callable[[], None]) -> Iterator[None]:
+    """A context in which `fault` is called before each piece of a checkpoint is read."""
+    read = Reader._fill
+
+    def faulty(*args: Any) -> None:
+        fault()
+        read(*args)
+
+    with mock.patch.object(Reader, "_fill", faulty):
+        yield
 
 
 def say_again() -> None:

@@ -31,7 +31,6 @@ from megacompile.progress import bar
 from megacompile.runtime.checkpoint.files import Entry, Reader, entries_of, wait
 from megacompile.runtime.checkpoint.initialize import (
     Group,
-    check_initializers,
     conversion,
     give_memory,
     initialize,
@@ -193,8 +192,8 @@ def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
 class Contents:
     """The initial values of one model: a checkpoint's, or else those of its initialization. Before
     `fill` the model changes only by tying the weights that its config ties. Raises CheckpointError:
-    the checkpoint is incomplete or does not fit the model; ModelError: some tensors cannot be
-    initialized."""
+    the checkpoint is incomplete or does not fit the model; ModelError: a tensor on meta is not a
+    parameter or buffer."""
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
         self.model = model
@@ -211,7 +210,6 @@ class Contents:
             for name, tensor in tensors
             if tensor.is_meta and id(tensor) not in self.sources
         }
-        check_initializers(model, self.unset)
         params = {id(param) for param in model.parameters()}
         # without parameters to draw, initialization must not advance the user's generator
         self.draws = any(key in params for key in self.unset)
@@ -254,8 +252,8 @@ class Contents:
 
     def fill(self, buckets: Sequence[Any], progress: bool | None) -> None:
         """Move the model into the uninitialized memory of these `HostBucket`s, and set all values.
-        Raises CheckpointError: a file cannot be read. The model is unchanged; ModelError: a tensor
-        was not initialized. The model is unchanged."""
+        Raises CheckpointError: a file cannot be read; ModelError: a tensor was not initialized. The
+        model is unchanged."""
         with contextlib.ExitStack() as undos:
             params = {id(param): param for bucket in buckets for param in bucket.params}
             places_of = (zip(each.params, each.values, strict=True) for each in buckets)
@@ -295,28 +293,22 @@ class Contents:
     ) -> None:
         begun: dict[int, list[Future[None]]] = {}  # by id of the source
         with Reader(step) as reader:
-
-            def begin(key: int) -> list[Future[None]]:
+            for key, target in targets.items():  # in the buckets' order
                 source = self.sources.get(key)
-                if source is None:
-                    return []
-                if id(source) not in begun:
-                    if source.group is None:
-                        (entry, *_) = source.entries.values()
-                        begun[id(source)] = reader.read(self._rows(key, entry), targets[key])
-                    else:
-                        into = functools.partial(self._compute, source, targets)
-                        begun[id(source)] = [reader.compute(source.entries, into)]
-                return begun[id(source)]
-
-            for key in targets:  # in the buckets' order
-                begin(key)
+                if source is None or id(source) in begun:
+                    continue
+                if source.group is None:
+                    (entry, *_) = source.entries.values()
+                    begun[id(source)] = reader.read(self._rows(key, entry), target)
+                else:
+                    into = functools.partial(self._compute, source, targets)
+                    begun[id(source)] = [reader.compute(source.entries, into)]
             for bucket in buckets:
                 for param in bucket.params:
-                    wait(begin(id(param)))
+                    wait(begun.get(id(self.sources.get(id(param))), ()))
                 bucket.filled()
-            for key in targets:
-                wait(begin(key))
+            for pieces in begun.values():
+                wait(pieces)
             for key, source in self.sources.items():
                 if source.group is None:
                     self._compare(reader, key, source, targets[key])

@@ -199,26 +199,22 @@ def _of_file(path: Path) -> list[Entry]:
 
 # Reads tensors into existing memory, on several threads.
 #
-# `preadv` copies from the page cache or the disk directly into the destination. The first access to
-# the memory takes longest (page faults), so threads share it: they read pieces of a bucket in
+# The system copies from the page cache or the disk directly into the destination. The first access
+# to the memory takes longest (page faults), so threads share it: they read pieces of a bucket in
 # parallel, in the order of the buckets, while the caller page-locks the finished ones.
 
 PIECE_BYTES = 16 * 2**20
-STAGED_BYTES = 4 * 2**20  # staging memory of a conversion
-THREADS = 16  # maximum; more would contend for page faults in the same shared-memory file
+STAGED_BYTES = 4 * 2**20  # the same, for a conversion, which needs memory of its own
+THREADS = 16  # maximum; more would contend for page faults
 
 
 class Reader:
     """Reads entries in the background, in the order of the calls.
 
-    Use it as a context manager. On exit all reads have ended, so their memory may be freed.
-
-    Args:
-        done: called from any thread with the number of bytes read.
-    """
+    Use it as a context manager. On exit all reads have ended, so their memory may be freed."""
 
     def __init__(self, done: Callable[[int], object]) -> None:
-        self._done = done
+        self._done = done  # called from any thread with the number of bytes read
         self._computing = ThreadPoolExecutor(1, "megacompile-convert")
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
 
@@ -231,18 +227,16 @@ class Reader:
         self._computing.shutdown(wait=True)  # last, because it may wait for reads
 
     def read(self, entry: Entry, into: torch.Tensor) -> list[Future[None]]:
-        """Start reading a tensor.
-
-        Args:
-            entry: the tensor to read.
-            into: the destination: same shape, any device; another dtype converts values.
-        """
-        if into.dtype != entry.dtype or into.device.type != "cpu" or not into.is_contiguous():
-            return [self._pool.submit(self._convert, entry, into)]
-        memory = _bytes_of(into)
+        """Start reading a tensor into another of the same shape, on any device; a different dtype
+        converts values."""
+        into = into.detach()
+        plain = into.dtype == entry.dtype and into.device.type == "cpu"
+        numel = (PIECE_BYTES if plain else STAGED_BYTES) // entry.dtype.itemsize
+        pieces = into.view(-1).split(numel) if into.is_contiguous() else (into,)
+        starts = range(0, max(1, entry.size_bytes), numel * entry.dtype.itemsize)
         return [
-            self._pool.submit(self._fill, entry, begin, memory[begin : begin + PIECE_BYTES])
-            for begin in range(0, entry.size_bytes, PIECE_BYTES)
+            self._pool.submit(self._read, entry, begin, piece)
+            for begin, piece in zip(starts, pieces, strict=False)
         ]
 
     def compute(
@@ -262,38 +256,32 @@ class Reader:
 
         return self._computing.submit(work)
 
-    def _convert(self, entry: Entry, into: torch.Tensor) -> None:
+    def _read(self, entry: Entry, begin: int, into: torch.Tensor) -> None:
+        """Read values from byte `begin` of an entry; in memory of their own if `into` needs other
+        ones."""
+        on_host = into.device.type == "cpu" and into.is_contiguous()
         with torch.inference_mode(False), torch.no_grad():
-            if not into.is_contiguous():
-                whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-                self._fill(entry, 0, _bytes_of(whole))
-                into.copy_(whole)
-                return
-            staging = torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu").view(entry.dtype)
-            flat = into.view(-1)
-            for begin in range(0, flat.numel(), staging.numel()):
-                piece = flat[begin : begin + staging.numel()]
-                staged = staging[: piece.numel()]
-                self._fill(entry, begin * staged.itemsize, _bytes_of(staged))
-                piece.copy_(staged)
+            read = into
+            if into.dtype != entry.dtype or not on_host:
+                read = torch.empty(into.shape, dtype=entry.dtype, device="cpu")
+            self._fill(entry, begin, read.view(-1).view(torch.uint8))
+            if read is not into:
+                into.copy_(read)
 
     def _fill(self, entry: Entry, begin: int, into: torch.Tensor) -> None:
         """Fill `into` (uint8) with an entry's bytes from offset `begin`."""
         memory: Any = into.numpy()
-        left, at = memoryview(memory), entry.offset_bytes + begin
+        at = entry.offset_bytes + begin
         try:
-            with entry.path.open("rb", buffering=0) as file:
-                while left:
-                    got = os.preadv(file.fileno(), [left], at)
-                    if not got:  # the file was complete when its header was read
-                        raise OSError("it ends there: it was truncated meanwhile")
-                    at += got
-                    left = left[got:]
+            with entry.path.open("rb") as file:
+                file.seek(at)
+                if file.readinto(memory) < len(memory):  # it was complete when its header was read
+                    raise OSError("it ends before: it was truncated meanwhile")
         except OSError as error:
             raise CheckpointError(
                 f"megacompile(): file {entry.path} cannot be read at byte {at} ({error}); needed "
-                f"{len(left)} more bytes of {entry.name}; check the disk, or load it again when it "
-                "is complete"
+                f"{len(memory)} more bytes of {entry.name}; check the disk, or load it again when "
+                "it is complete"
             ) from error
         self._done(into.numel())
 
@@ -302,8 +290,3 @@ def wait(pieces: Iterable[Future[None]]) -> None:
     """Wait for the pieces of a read; raises their first error."""
     for piece in pieces:
         piece.result()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: (bytes,) uint8."""
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -11,12 +11,9 @@ Numbers are drawn from the CPU's generator in this order, on every device. So th
 of `model.to_empty(device="cpu")` followed by the same calls. A model built on the CPU has the same
 numbers if its constructors draw no others; the constructors of torch's modules do not.
 
-The metadata are attributes of the models; reading them does not import transformers.
-
-transformers 5 describes for each model how a checkpoint's tensors are converted to the model's
-(`WeightRenaming`, `WeightConverter`): it renames tensors and merges experts. Its code does the
-conversions in both directions. A renamed tensor is read directly into place; tensors that are
-computed from several are computed one group at a time.
+transformers 5 describes how a checkpoint's tensors are converted to a model's (`WeightRenaming`,
+`WeightConverter`). Its code does the conversions in both directions. A renamed tensor is read
+directly into place; tensors that are computed from several are computed one group at a time.
 """
 
 from __future__ import annotations
@@ -182,18 +179,6 @@ _CHUNK = 2**24  # elements checked at a time
 _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 
 
-def check_initializers(model: nn.Module, unset: Mapping[int, str]) -> None:
-    """Check that these parameters and buffers (id -> name) can be initialized, before anything is
-    allocated. Raises ModelError: lists the tensors."""
-    covered: set[int] = set()
-    for module in model.modules():
-        if is_pretrained(module) or _root(module) or _resets(module):
-            covered.update(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
-    missing = [name for key, name in unset.items() if key not in covered]
-    if missing:
-        raise ModelError(_no_value(model, missing))
-
-
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
     """Initialize parameters and buffers, by name, none of which is on meta. Others may change, too.
     Raises ModelError: a tensor was not written completely."""
@@ -206,7 +191,13 @@ def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
         now = {name: _take_back(model, name, tensor) for name, tensor in unset.items()}
     missing = [name for name, tensor in now.items() if tensor.is_meta or _is_unset(tensor)]
     if missing:
-        raise ModelError(_no_value(model, missing))
+        raise ModelError(
+            f"megacompile(): {len(missing)} tensors of {type(model).__name__} were on meta and get "
+            f"no values: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; needed a "
+            "checkpoint that has them (checkpoint=), or code that initializes them; give its "
+            "module a reset_parameters() that writes all of it; or build it in memory (with "
+            "torch.device('cpu'):) before megacompile()"
+        )
 
 
 def _take_back(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -278,16 +269,6 @@ def refuse_stray(model: nn.Module) -> None:
                     "neither a parameter nor a buffer, so it cannot be initialized; needed one in "
                     "memory: create it with device='cpu'"
                 )
-
-
-def _no_value(model: nn.Module, names: list[str]) -> str:
-    return (
-        f"megacompile(): {len(names)} tensors of {type(model).__name__} were on meta and get no "
-        f"values: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}; needed a checkpoint "
-        "that has them (checkpoint=), or code that initializes them; give its module a "
-        "reset_parameters() that writes all of it; or build it in memory (with "
-        "torch.device('cpu'):) before megacompile()"
-    )
 
 
 # Memory for tensors on meta.

@@ -22,6 +22,7 @@ from megacompile import (
     megacompile,
     save,
 )
+from tests import inside
 from tests.checkpoints import Net, ids, on_meta, saved, values
 from tests.equality.nets import from_config
 from tests.processes import python
@@ -233,20 +234,16 @@ def test_damaged_checkpoints_are_refused(plain: Net, tmp_path: Path) -> None:
         megacompile(model, checkpoint=tmp_path / "none")
 
 
-def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
-    plain: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(plain: Net, tmp_path: Path) -> None:
     """The model is as before, on meta or with its values, and can be loaded later."""
     saved(plain, tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
-    real = os.preadv
 
-    def shrink(*args: Any) -> int:
+    def shrink() -> None:
         os.truncate(file, 1000)
-        return real(*args)
 
-    def interrupt(*args: Any) -> int:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
     torch.manual_seed(1)
@@ -255,10 +252,8 @@ def test_a_file_that_shrinks_or_an_interrupt_while_it_is_read(
         kept = None if before["embed.weight"].is_meta else values(model)
         for fault, error in ((shrink, CheckpointError), (interrupt, KeyboardInterrupt)):
             file.write_bytes(whole)
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "preadv", fault)
-                with pytest.raises(error):
-                    megacompile(model, checkpoint=tmp_path)
+            with inside.before_reads(fault), pytest.raises(error):
+                megacompile(model, checkpoint=tmp_path)
             assert all(param is before[name] for name, param in model.named_parameters())
             if kept is None:
                 assert all(value.is_meta for value in [*before.values(), *model.buffers()])
