@@ -33,7 +33,6 @@ from megacompile.runtime.model.program import Plans
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import EagerNotice
-from megacompile.runtime.params.gradient_guards import follow
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket, StateMemory
 from megacompile.runtime.params.proxies import (
@@ -42,7 +41,7 @@ from megacompile.runtime.params.proxies import (
     follow_parts,
     parts_of,
 )
-from megacompile.runtime.params.shared_memory import are_parts, moved_together, warn_of_aliases
+from megacompile.runtime.params.shared_memory import are_parts, warn_of_aliases
 from megacompile.runtime.params.swap import Proxies, Undos, undone
 from megacompile.validate import check_model
 
@@ -182,13 +181,13 @@ class ModelBuckets:
             self.ddp.warn_if_alone()
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
-        replaced = list(filter(HostBucket.is_replaced, self.machine.buckets.values()))
+        buckets = self.machine.buckets.values()
+        replaced = [bucket.params[i] for bucket in buckets for i in bucket.replaced()]
         if replaced:
-            params = [bucket.params[i] for bucket in replaced for i in bucket.replaced()]
-            warn_of_aliases(self.model, are_parts(params), self)
+            warn_of_aliases(self.model, are_parts(replaced), self)
         self.move_if_wanted()
         for bucket in self.machine.buckets.values() if replaced else ():  # some may have moved
-            if bucket.is_replaced():
+            if bucket.replaced():
                 bucket.pending.settle()
                 if not self.machine.exchanged():
                     bucket.adopt()
@@ -262,8 +261,6 @@ class ModelBuckets:
         gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._new_bucket(old.whole, old.params, tier)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
-        for param in old.params:
-            follow(param)
 
     def _source(self, param: torch.Tensor) -> ParamSource:
         layout, i = self._places[id(param)]
@@ -290,7 +287,7 @@ class ModelBuckets:
     def refresh(self, fits: bool, modules: Sequence[nn.Module]) -> None:
         """Bring the buckets up to date at the beginning of a call. `fits`: the modules have the
         same parameters as at the last call. Raises ModelError if the model cannot be streamed."""
-        if not fits or any(map(HostBucket.is_replaced, self.machine.buckets.values())):
+        if not fits or any(map(HostBucket.replaced, self.machine.buckets.values())):
             self._adopt(fits)
         if self.machine.gradients.outdated():
             self.machine.gradients.bind(self.machine.buckets)
@@ -389,8 +386,7 @@ def buffers_to(model: nn.Module, device: torch.device, modules: Sequence[nn.Modu
     if not places:
         return
     stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer in several modules
-    moved = moved_together(list(stray.values()), lambda b: b.to(device))
-    made = dict(zip(stray, moved, strict=True))
+    made = {key: buffer.to(device) for key, buffer in stray.items()}
     for holder, name, buffer in places:
         holder[name] = made[id(buffer)]
 

@@ -245,16 +245,6 @@ def _zero_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def follow(param: nn.Parameter) -> None:
-    """Move a consumed `p.grad` to its parameter's device."""
-    gradient, who = param.grad, _known(param.grad)
-    if gradient is None or who is None or not is_taken(gradient):
-        return
-    if gradient.device != param.device:
-        param.grad = None
-        take(param, who.name, who.norms)
-
-
 def leave_unsummed(param: nn.Parameter, name: str) -> None:
     if param.grad is not None:
         GradientGuard(param.grad, GuardState.UNSUMMED, name)

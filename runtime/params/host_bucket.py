@@ -24,6 +24,7 @@ from megacompile.runtime.optim.rule import State
 from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import Fill, Pending
 
+_STRIDE = torch.Tensor.stride
 StateDtype = torch.dtype | str  # or "int8"
 OWN_USERS = 3  # users of a parameter's memory: the bucket, the parameter, its proxy
 
@@ -191,22 +192,14 @@ class HostBucket:
         own = OWN_USERS - compat.is_sharded(self.params[index])  # its local tensor is the bucket's
         return compat.storage_users(self.values[index]) > own
 
-    def is_replaced(self) -> bool:
-        """True if the user replaced a parameter's storage; fast, because every call checks it."""
-        parts = compat.locals_of(self.params)
-        return (
-            list(map(torch.Tensor.data_ptr, parts)) != self.homes
-            or list(map(torch.Tensor.stride, parts)) != self._strides
-        )
-
     def replaced(self) -> list[int]:
-        """The indices of parameters whose storage the user replaced."""
-        homes, strides = self.homes, self._strides
-        return [
-            i
-            for i, part in enumerate(compat.locals_of(self.params))
-            if part.data_ptr() != homes[i] or part.stride() != strides[i]
-        ]
+        """The indices of parameters whose storage the user replaced; fast if there are none,
+        because every call checks it."""
+        parts, homes, strides = compat.locals_of(self.params), self.homes, self._strides
+        addresses, now = list(map(torch.Tensor.data_ptr, parts)), list(map(_STRIDE, parts))
+        if addresses == homes and now == strides:
+            return []
+        return [i for i, at in enumerate(addresses) if at != homes[i] or now[i] != strides[i]]
 
     def left_to_others(self) -> bool:
         """True if memory that a parameter left is still referenced (a backup of `p.data`)."""

@@ -236,44 +236,28 @@ def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def move_states(old: HostBucket, new: HostBucket) -> None:
-    """Move the states of a bucket to another bucket with the same parameters. 8-bit states keep
-    their codes: nothing is rounded again."""
+    """Move the states of a bucket to another bucket with the same parameters. 8-bit states are
+    quantized again, to the same codes (see `optim.blockwise`)."""
     for owner in old.states.owners():
         assert isinstance(owner, Optimizer)
-        for name, states in old.states.of(owner).items():
-            dtypes: dict[int, StateDtype] = {}
-            for i, state in states.items():
-                dtypes[i] = state.dtype if isinstance(state, torch.Tensor) else "int8"
+        named = old.states.of(owner)
+        for name, states in named.items():
+            dtypes: dict[int, StateDtype] = {
+                i: "int8" if isinstance(state, tuple) else state.dtype
+                for i, state in states.items()
+            }
             new.states.make(owner, name, dtypes, pin=new.pin)
-            there = new.states.of(owner)[name]
-            for i, state in states.items():
-                for target, source in zip(_parts(there[i]), _parts(state), strict=True):
-                    target.copy_(source)
-                _show(owner.state.get(old.params[i], {}), name, state, there[i], new)
-
-
-def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: HostBucket) -> None:
-    """Replace a user-visible state by the new one if it is the old one."""
-    shown: Any = state.get(name)
-    mine, (first, *_), parts = compat.local(shown), _parts(old), _parts(new)
-    if isinstance(mine, BlockwiseTensor):
-        if mine.codes is first:
-            settle = bucket.pending.wait
-            moved = BlockwiseTensor(mine, *parts, signed=mine.signed, settle=settle)
-            state[name] = compat.like(shown, moved)
-    elif isinstance(mine, torch.Tensor) and mine.data_ptr() == first.data_ptr():
-        state[name] = compat.like(shown, parts[0].detach())
-
-
-def _parts(state: State) -> tuple[torch.Tensor, ...]:
-    return state if isinstance(state, tuple) else (state,)
+        for i, param in enumerate(new.params):
+            state = owner.state.get(param, {})
+            names = [name for name in named if i in named[name] and name in state]
+            adopt(owner, new, i, state, names)
 
 
 def state_bytes(bucket: HostBucket) -> int:
     named = [states for o in bucket.states.owners() for states in bucket.states.of(o).values()]
-    return sum(
-        part.nbytes for states in named for state in states.values() for part in _parts(state)
-    )
+    states = [state for by_index in named for state in by_index.values()]
+    parts = [part for s in states for part in (s if isinstance(s, tuple) else (s,))]
+    return sum(part.nbytes for part in parts)
 
 
 def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:

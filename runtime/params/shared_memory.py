@@ -1,8 +1,5 @@
-"""Memory that several tensors share.
-
-Overlapping inputs of a call move to the device together, and captured graphs know about them. A
-tensor's memory extends from its first to its last element here. Other tensors in a parameter's
-memory do not follow it into its bucket, and the user is warned.
+"""Memory that several tensors share: inputs of a captured graph, and aliases of a parameter, which
+do not follow it into its bucket. A tensor's memory extends from its first to its last element here.
 """
 
 from __future__ import annotations
@@ -28,12 +25,11 @@ def moved(
     kwargs: dict[str, Any],
     move: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `move` to the tensors of a call; overlapping tensors still overlap. A list or dict
-    without moved tensors is passed on as the same object: the forward may change it."""
-    tensors = [leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    found = {id(tensor): tensor for tensor in tensors}
-    made = zip(found.values(), moved_together(list(found.values()), move), strict=True)
-    others = {id(tensor): there for tensor, there in made if there is not tensor}
+    """Apply `move` to the tensors of a call, to each once. A list or dict without moved tensors is
+    passed on as the same object: the forward may change it."""
+    found = {id(t): t for t in compat.leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    made = {key: move(tensor) for key, tensor in found.items()}
+    others = {key: there for key, there in made.items() if there is not found[key]}
     if not others:
         return args, kwargs
     there = [_with(others, each) for each in args]
@@ -47,25 +43,6 @@ def _with(others: Mapping[int, torch.Tensor], value: Any) -> Any:
     if not any(id(leaf) in others for leaf in compat.leaves(value)):
         return value
     return compat.tree_map_once(functools.partial(_with, others), value)
-
-
-def moved_together(
-    tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor]:
-    """Move each tensor; overlapping tensors become views of the moved common memory, or of their
-    moved base if a gradient flows through them."""
-    made = [tensor if _dense(tensor) else move(tensor) for tensor in tensors]
-    for group in _groups([(i, t) for i, t in enumerate(tensors) if _dense(t)]):
-        members = [tensors[position] for *_, position in group]
-        base = _base(group, members) if len(group) > 1 else None
-        there = None if base is None else move(base)
-        for (*_, position), member in zip(group, members, strict=True):
-            if base is None or there is None:
-                made[position] = move(member)
-            elif there is not base:
-                offset = (member.data_ptr() - base.data_ptr()) // base.itemsize
-                made[position] = there.as_strided(member.shape, member.stride(), offset)
-    return made
 
 
 def overlaps(
@@ -86,30 +63,6 @@ def overlaps(
         if (len(group) > 1 or streamed) and any(position in changed for *_, position in group):
             found.append(tuple(position for *_, position in group))
     return tuple(found)
-
-
-def _share_a_base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> bool:
-    """True if these tensors can be views of one flat base: they have one dtype and one storage,
-    their elements coincide, and none requires grad."""
-    return (
-        len({member.dtype for member in members}) == 1
-        and not any((start - group[0][0]) % members[0].itemsize for start, _, _ in group)
-        and len({member.untyped_storage().data_ptr() for member in members}) == 1
-        and not any(member.requires_grad for member in members)
-    )
-
-
-def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A tensor to move so that the whole group moves, or None."""
-    if _share_a_base(group, members):
-        numel = (max(stop for _, stop, _ in group) - group[0][0]) // members[0].itemsize
-        with torch.no_grad():
-            return members[0].as_strided((numel,), (1,), members[0].storage_offset())
-    bases = [(member, compat.base_of(member)) for member in members]
-    common = {id(root): root for root in (m if base is None else base for m, base in bases)}
-    root = next(iter(common.values()))
-    through_root = len(common) == 1 and root.requires_grad and root.is_contiguous()
-    return root if through_root else None
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -135,7 +135,6 @@ class Proxies:
         self._found = _found(model, modules)
         self._containers = _containers(modules, self._made)
         self._swapped: list[Any] = []  # containers that hold proxies
-        self._tuples: dict[int, tuple[Any, Any]] = {}  # by id: with proxies, with parameters
         self._set(sites)
 
     def _set(self, sites: list[Site]) -> None:
@@ -194,7 +193,7 @@ class Proxies:
 
     def forget(self) -> None:
         self._made.clear()
-        self._containers, self._swapped, self._tuples, self._found = [], [], {}, ()
+        self._containers, self._swapped, self._found = [], [], ()
         self._set([])
 
     def swap_in(self, undos: Undos) -> None:
@@ -209,20 +208,18 @@ class Proxies:
         exchange(holders, names, params, proxies)
         if self._containers:
             self._swapped = [attributes.get(name) for attributes, name in self._containers]
-            seen = self._exchange_in_containers(lambda value: self._made.get(id(value), value))
-            self._tuples = {id(new): (new, old) for old, new in seen.values() if new is not old}
+            self._exchange_in_containers(lambda value: self._made.get(id(value), value))
 
-    def _exchange_in_containers(self, other: Callable[[Any], Any]) -> Seen:
+    def _exchange_in_containers(self, other: Callable[[Any], Any]) -> None:
         """Exchange them in lists, tuples and dicts of modules too, so that `self.tied[0] is
         self.weight` holds in a forward, and operations on a parameter from a list are streamed. A
         module may replace such a list during a call, as nn.LSTM does."""
         seen: Seen = {}
         for container in self._swapped:
-            _exchanged(container, other, seen, self._tuples)
+            _exchanged(container, other, seen)
         for attributes, name in self._containers:
             if name in attributes:
-                attributes[name] = _exchanged(attributes[name], other, seen, self._tuples)
-        return seen
+                attributes[name] = _exchanged(attributes[name], other, seen)
 
     def _follow(self, undos: Undos) -> None:
         """Recreate the proxies of parameters whose `requires_grad` changed.
@@ -257,7 +254,7 @@ class Proxies:
         self.are_in = False
         if self._containers:
             self._exchange_in_containers(parameter_of)
-            self._swapped, self._tuples = [], {}
+            self._swapped = []
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
         if self.notice.used:
@@ -328,8 +325,7 @@ class StandIns:
         replace(self._holders, self._names, self._params, inside, undos)
 
 
-_DICTS = (dict, OrderedDict, defaultdict)
-_CONTAINERS = (list, tuple, *_DICTS)
+_CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
 Seen = dict[int, tuple[Any, Any]]  # by id: a container, and itself or what replaces it
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
@@ -339,47 +335,36 @@ def _containers(
     known: Mapping[int, object],  # has the ids of the parameters
 ) -> list[tuple[dict[str, Any], str]]:
     """The attributes of modules that are containers of parameters, at any depth."""
-    seen = set[int]()
-    return [
-        (vars(module), name)
-        for module in modules
-        for name, value in vars(module).items()
-        if name not in _OWN and type(value) in _CONTAINERS and _holds(value, known, seen)
-    ]
+    found = []
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in _OWN and type(value) in _CONTAINERS:
+                members: list[Any] = []
+                _exchanged(value, functools.partial(_noted, members), {})
+                if not known.keys().isdisjoint(map(id, members)):
+                    found.append((vars(module), name))
+    return found
 
 
-def _holds(value: Any, known: Mapping[int, object], seen: set[int]) -> bool:
-    if type(value) not in _CONTAINERS:
-        return id(value) in known
-    if type(value) is not tuple:  # a tuple is replaced wherever it is
-        if id(value) in seen:
-            return False
-        seen.add(id(value))
-    members = value.values() if type(value) in _DICTS else value
-    return any([_holds(each, known, seen) for each in members])
+def _noted(members: list[Any], member: Any) -> Any:
+    members.append(member)
+    return member
 
 
-def _exchanged(
-    value: Any,
-    other: Callable[[Any], Any],
-    seen: Seen,
-    before: Mapping[int, tuple[Any, Any]],  # by id: a tuple, and what replaces it
-) -> Any:
+def _exchanged(value: Any, other: Callable[[Any], Any], seen: Seen) -> Any:
     """Exchange a container's members in place; returns it, or another tuple for a changed one."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return other(value)
     if id(value) in seen:
         return seen[id(value)][1]
+    made = value
     if kind is tuple:
-        made = tuple([_exchanged(each, other, seen, before) for each in value])
-        changes = not all(map(operator.is_, made, value))
-        made = before.get(id(value), (value, made))[1] if changes else value
-        seen[id(value)] = value, made
-        return made
-    seen[id(value)] = value, value
-    for key in range(len(value)) if kind is list else list(value):
-        made = _exchanged(value[key], other, seen, before)
-        if made is not value[key]:
-            value[key] = made
-    return value
+        each = tuple([_exchanged(member, other, seen) for member in value])
+        made = value if all(map(operator.is_, each, value)) else each
+    seen[id(value)] = value, made
+    for key in () if kind is tuple else range(len(value)) if kind is list else list(value):
+        member = _exchanged(value[key], other, seen)
+        if member is not value[key]:
+            value[key] = member
+    return made

@@ -1,15 +1,14 @@
-"""The C++ code of a rule's twin, ready or being compiled.
+"""The C++ code of a rule's twin, ready or being compiled
+(docs/decisions/0005-the-update-runs-in-the-background.md).
 
 A second process, which sees no GPU, compiles it into Inductor's caches on disk. Until it is ready,
 the eager twin runs (`optim.twin.apply`), with bitwise equal results. The thread that calls
-`optimizer.step()` polls `ready` once per kind of update, then loads the code from the caches in
-less than half a second. Without caches, or if no process can be started, that thread compiles. A
-background thread cannot compile, because Dynamo changes process-wide state meanwhile.
+`optimizer.step()` polls `ready`, then loads the code from the caches. Without caches, or if no
+process can be started, that thread compiles: Dynamo changes process-wide state meanwhile.
 
 The same code serves all sizes. It leaves one core to the issuing thread, which spins in many CUDA
-calls (`loss.item()`): a team of threads is as fast as its slowest thread, and a thread that shares
-its core runs at half speed. It runs without Dynamo's frame caches, which do not support a thread
-that runs while another one compiles or calls `torch.compiler.reset()`.
+calls (`loss.item()`). It runs without Dynamo's frame caches, which do not support a thread that
+runs while another one compiles or calls `torch.compiler.reset()`.
 """
 
 from __future__ import annotations

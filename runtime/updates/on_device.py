@@ -1,10 +1,6 @@
 """Updates of buckets on the device: in the backward (`in_backward`), and in `optimizer.step()` from
 tensors that a backward left there (`schedule.left`).
 
-The host is the bottleneck of an overlapped step: AdamW moves 22 bytes of host memory per parameter.
-Meanwhile the device updates the first buckets, from gradients on the device and states fetched
-during the backward. The next forward reads the new parameters there.
-
 These tensors are valid only while the host's copies are unchanged. Parameters and states are
 guarded (see `guards`), and the first access to one makes the step fall back to the host. So does a
 change in place that passes the guards, such as C++ code's, which `fits` detects.

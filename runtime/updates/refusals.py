@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
-from megacompile.runtime.optim.rule import OptimizerRule, OwnStep, is_number
-from megacompile.runtime.optim.rules import known, rule_of
+from megacompile.runtime.optim.rule import OwnStep, is_number
+from megacompile.runtime.optim.rules import known
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained
 from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, run_stock
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
 _REMEMBERED = 256  # rehearsals
 
@@ -54,33 +53,10 @@ def check(
     Raises OptimizerError: an option of a group, or a state of a parameter, is invalid."""
     groups = {id(each.group): each.group for trained in found.values() for each in trained}
     check_options(where, optimizer, groups.values())
-    rule = rule_of(optimizer)
-    names = {} if rule is None else {key: rule.state_names(group) for key, group in groups.items()}
     for key, trained in found.items():
         for each in trained:
-            state = each.state
-            if state and not (rule and _is_usual(rule, each.param, state, names[id(each.group)])):
+            if each.state:
                 _check_state(where, optimizer, buckets[key].layout.params[each.at].name, each)
-
-
-def _is_usual(
-    rule: OptimizerRule, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
-) -> bool:
-    """Quick check of a parameter's state, for every parameter in every step. True if it is valid;
-    False if `_check_state` must decide."""
-    shape = param.shape
-    for name in names:
-        value = state.get(name)
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.shape != shape
-            or value.dtype not in _FLOATS
-        ):
-            return False
-    step = state.get("step")
-    if step is None:
-        return not rule.counts
-    return isinstance(step, torch.Tensor) and step.numel() == 1
 
 
 def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> None:
@@ -162,47 +138,36 @@ def rehearse(
     class, the options, and metadata of a parameter, its gradient and its states. Raises
     OptimizerError: includes the step's error."""
     options: dict[int, object] = {}  # by id of the group
-    for update in updates:
-        for step in () if update.backend.by_rule else update.steps:
-            if id(step.group) not in options:
-                group = [(name, type(value), repr(value)) for name, value in step.group.items()]
-                options[id(step.group)] = tuple(group)
-            value, grad = update.bucket.values[step.index], step.grad
-            states = [
-                (name, getattr(state, "dtype", type(state)), getattr(state, "ndim", 0))
-                for name, state in step.states.items()
-            ]
-            looks = (value.dtype, grad.dtype, value.dim(), *states)
-            known = (type(optimizer), options[id(step.group)], looks)
-            if known not in passed:
-                _rehearse(where, optimizer, update, step)
-                if len(passed) > _REMEMBERED:
-                    passed.clear()
-                passed.add(known)
-
-
-def _rehearse(where: str, optimizer: Optimizer, update: BucketUpdate, step: ParamUpdate) -> None:
-    value = update.bucket.values[step.index]
-    standin = ParamUpdate(
-        index=0,
-        grad=_stand_in(step.grad),
-        scale=1.0,
-        group={k: _on_host(v) for k, v in step.group.items()},
-        states={
-            name: _on_host(state) if name == "step" else _stand_in(state)
+    steps = [(u, step) for u in updates if not u.backend.by_rule for step in u.steps]
+    for update, step in steps:
+        if id(step.group) not in options:
+            group = [(name, type(value), repr(value)) for name, value in step.group.items()]
+            options[id(step.group)] = tuple(group)
+        value, grad = update.bucket.values[step.index], step.grad
+        states = [
+            (name, getattr(state, "dtype", type(state)), getattr(state, "ndim", 0))
             for name, state in step.states.items()
-        },
-    )
-    try:
-        with torch.no_grad():
-            run_stock(type(optimizer), [standin], {0: _stand_in(value)})
-    except Exception as error:
-        name = update.bucket.layout.params[step.index].name
-        raise OptimizerError(
-            f"{where}: torch.optim's own step rejects parameter {name!r} with "
-            f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
-            "parameter group, or its state, and call it again"
-        ) from error
+        ]
+        looks = (value.dtype, grad.dtype, value.dim(), *states)
+        known = (type(optimizer), options[id(step.group)], looks)
+        if known in passed:
+            continue
+        mine = {n: _on_host(s) if n == "step" else _stand_in(s) for n, s in step.states.items()}
+        options_of = {name: _on_host(value) for name, value in step.group.items()}
+        try:
+            with torch.no_grad():
+                standin = ParamUpdate(0, _stand_in(grad), 1.0, options_of, mine)
+                run_stock(type(optimizer), [standin], {0: _stand_in(value)})
+        except Exception as error:
+            name = update.bucket.layout.params[step.index].name
+            raise OptimizerError(
+                f"{where}: torch.optim's own step rejects parameter {name!r} with "
+                f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
+                "parameter group, or its state, and call it again"
+            ) from error
+        if len(passed) > _REMEMBERED:
+            passed.clear()
+        passed.add(known)
 
 
 def _stand_in(tensor: Any) -> Any:

@@ -1,8 +1,8 @@
 """Host staging buffers for optimizer states and parameters on a disk.
 
 Page-locked buffers are leased, each for one use of one bucket, from its read to the completion of
-its write or of its copy to the device; see [Note: no deadlock] in `runtime/device/pool.py`. There
-are three kinds with separate threads, because different events free them:
+its write or of its copy to the device. There are three kinds with separate threads, because
+different events free them; see [Note: no deadlock] in `runtime/device/pool.py`:
 
     states            a step reads states from the disk, updates and writes them; free after that
     for a prefetch    parameters from the disk; free after the copy to the device
@@ -10,9 +10,8 @@ are three kinds with separate threads, because different events free them:
                       here; free after the write to the disk
 
 [Note: parts of a bucket] An update writes only the bytes that it has changed: frozen parameters may
-share a page. Whole pages are written by direct I/O. Partial pages at both ends of a run of trained
-parameters go through the page cache, like a user's writes through the mapping.
-See [Note: coherence] in `runtime/disk.py`.
+share a page. Direct I/O writes whole pages; partial pages at both ends of a run of trained
+parameters go through the page cache. See [Note: coherence] in `runtime/disk.py`.
 """
 
 from __future__ import annotations
@@ -125,7 +124,10 @@ class BucketBuffers(Lender):
         little host memory."""
         if (wanted := (self.count, self.size_bytes)) == self._reserved or not self.size_bytes:
             return
-        self._thread.call(self._reserve)
+        what = f"a buffer for {self.what} on a disk"
+        self._thread.call(
+            lambda: [self._fitting(at, self.size_bytes, what) for at in range(len(self._free))]
+        )
         self._reserved = wanted
 
     def of(self, host: HostBucket) -> BucketLease | None:
@@ -198,10 +200,6 @@ class BucketBuffers(Lender):
         while self._waiting and self._free:
             self._read(self._waiting[0], self._waiting[0].read)
             self._waiting.popleft()
-
-    def _reserve(self) -> None:
-        for at in range(len(self._free)):
-            self._fitting(at, self.size_bytes, f"a buffer for {self.what} on a disk")
 
     def _fitting(self, at: int, size_bytes: int, what: str) -> Buffer:
         """The free buffer at a position. One that is too small is freed before its successor is

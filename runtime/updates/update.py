@@ -1,23 +1,5 @@
-"""The update of one bucket in one `optimizer.step()`: its tensors and its backend.
-
-A backend is the code of an update:
-
-    STOCK            torch.optim's own step on the bucket's tensors; bitwise the plain loop
-    STOCK_ON_DEVICE  the same on copies on the device, one parameter at a time, for matrix products
-                     such as Muon's
-    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: in one pass
-    TORCH            the rule's twin in eager mode: until COMPILED is ready (see `compiled`), and
-                     without a C++ compiler if dtypes differ, which torch.optim does not support
-    KERNEL           the rule's kernel, bitwise equal to its twin (`optim.kernels`)
-
-A place is where the update runs:
-
-    HOST      in host memory: a thread runs it after `step()` has returned; a GPU helps with the
-              kernel (see `workers`)
-    DEVICE    on the device, where the backward has left the kernel's inputs (see `on_device`); the
-              backend is that of the host, which is the fallback
-    RESIDENT  on the device, in place: one launch updates all such buckets
-    BACKWARD  on the device, after the backward of its stage (see `in_backward`)
+"""The update of one bucket in one `optimizer.step()`: its tensors, its backend (the code) and its
+place (docs/decisions/0055-backend-and-place.md).
 
 Host updates are bound by host memory bandwidth: AdamW with bf16 parameters and gradients and
 float32 moments reads 12 bytes per parameter and writes 10.
@@ -149,13 +131,16 @@ def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class UpdateBackend(enum.Enum):
-    """The code of an update; see the module's docstring."""
+    """The code of an update."""
 
-    STOCK = "torch.optim", False
+    STOCK = "torch.optim", False  # its own step on the bucket's tensors; bitwise the plain loop
+    # the same on copies on the device, a parameter at a time, for matrix products such as Muon's
     STOCK_ON_DEVICE = "torch.optim on the device", False
-    COMPILED = "compiled to C++", True
+    COMPILED = "compiled to C++", True  # the rule's twin (`optim.twin`), by Inductor, in one pass
+    # the twin in eager mode: until COMPILED is ready (`compiled`), and without a C++ compiler if
+    # dtypes differ, which torch.optim does not support
     TORCH = "torch", True
-    KERNEL = "kernel", True
+    KERNEL = "kernel", True  # the rule's kernel, bitwise equal to its twin (`optim.kernels`)
 
     def __init__(self, label: str, by_rule: bool) -> None:
         self.label = label  # in `megacompile.updates()`
@@ -163,12 +148,14 @@ class UpdateBackend(enum.Enum):
 
 
 class UpdatePlace(enum.Enum):
-    """The place where an update runs; see the module's docstring."""
+    """The place where an update runs."""
 
+    # in a thread, after `step()` has returned; a GPU helps with the kernel (`workers`)
     HOST = "on the host", ops.update_host
+    # where the backward has left the kernel's inputs (`on_device`); falls back to the host
     DEVICE = "on the device", ops.update
-    RESIDENT = "on the device, resident", ops.update_resident
-    BACKWARD = "in the backward", None
+    RESIDENT = "on the device, resident", ops.update_resident  # one launch for all such buckets
+    BACKWARD = "in the backward", None  # on the device, after that of its stage (`in_backward`)
 
     def __init__(self, label: str, op: Callable[..., Any] | None) -> None:
         self.label = label

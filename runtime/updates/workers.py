@@ -1,14 +1,10 @@
 """Background updates of host memory (`update_host` and `help_host`) by two workers: the host, and a
-device that helps.
+device that helps (docs/decisions/0013-the-device-helps-the-host.md).
 
 Buckets are queued in the order in which the next forward reads them. The device takes the first
 queued bucket, in chunks over the idle link (see `Chunks`). The host takes the first bucket that it
 would finish no later than the device, if the device first updated all buckets queued before it.
-Workers of equal speed alternate; a host that is ten times slower takes the tenth bucket, or none of
-a shorter queue. Each worker's speed is predicted from its latest updates.
-
-The idea is from Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
-Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.
+Each worker's speed is predicted from its latest updates.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import torch
 
 from megacompile import log
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
-from megacompile.runtime.device.background import Background, at_fork
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import update_bucket
@@ -228,7 +224,6 @@ class Workers:
         self._host = Background("megacompile-update", cores)
         self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
-        at_fork(self)
 
     def start(
         self,
@@ -283,12 +278,6 @@ class Workers:
             return
         self._host_pace.begin()
         self._issues.submit(functools.partial(self._by_device, chunks, futures))
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Drop, in a child of a fork, jobs that other threads have queued meanwhile."""
-        if in_child:
-            self._waiting.clear()
-            self._helped.clear()
 
     def _by_host(self) -> None:
         while True:  # also runs jobs of an interrupted `submit`
