@@ -197,7 +197,7 @@ def _sum(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
 def _all_cut(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     """The rule of an operation along another dimension: operands have equal rank and are all
     cut."""
-    act, operands = _along(node, axes, tokens), node.all_input_nodes
+    act, operands = pointwise(node, axes, tokens), node.all_input_nodes
     alike = all(_rank(operand) == _rank(node) for operand in operands)
     return act if act is not None and alike and len(act.cuts) == len(operands) else None
 

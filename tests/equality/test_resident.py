@@ -119,8 +119,10 @@ def test_moves_wait_for_backwards_and_keep_everything() -> None:
 
 def regroup(model: Model, optimizer: Optimizer, i: int) -> None:
     if i == 3:
-        first, second = optimizer.param_groups
-        second["params"].append(first["params"].pop())
+        up = model.layers[1].up
+        other = {up.weight: up.bias, up.bias: up.weight}
+        for group in optimizer.param_groups:
+            group["params"] = [other.get(param, param) for param in group["params"]]
 
 
 def transpose(model: Model, optimizer: Optimizer, i: int) -> None:
