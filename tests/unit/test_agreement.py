@@ -35,7 +35,6 @@ from tests.processes import group_of_one
 from tests.ranks.here import error_of
 
 FORWARD = Collectives("forward of Net", ("0ALL_GATHER of a", "1ALL_GATHER of b"), "digest f")
-OTHER = Collectives("forward of Net", ("0ALL_GATHER of a", "2ALL_GATHER of c"), "digest o")
 BACKWARD = Collectives("backward of Net", FORWARD.ops, "digest b")
 
 
@@ -122,12 +121,6 @@ def runs(*graphs: Collectives) -> Callable[[Agreement], None]:
     return body
 
 
-def raises(rank: Agreement) -> None:
-    with rank.run(FORWARD):
-        rank._at(2)
-        raise ValueError("bad stage")
-
-
 def test_ranks_that_do_the_same_go_on(pair: list[Agreement]) -> None:
     """One of them may have a graph without collectives. What one cannot do is told to all."""
     nothing = Collectives("forward of Net", (), "digest n")
@@ -143,30 +136,13 @@ def more_steps(rank: Agreement) -> None:
     runs(FORWARD)(rank)
 
 
-DIFFERENT: dict[str, tuple[Callable[[Agreement], None], str]] = {
-    "another collective": (runs(OTHER), "collective 2 is .*ALL_GATHER of . in rank . and "),
-    "another graph": (
-        runs(BACKWARD),
-        "(forward of Net after 0 .* the backward|backward of Net after 0 .* the forward) of Net",
-    ),
-    "more steps": (more_steps, "after [03] optimizer steps, rank . the forward of Net after [03];"),
-    "one more graph before": (
-        runs(FORWARD, BACKWARD, FORWARD),
-        "forward of Net .* the backward|backward of Net .* the forward",  # of who finds it
-    ),
-    "it raises": (raises, r"rank 1, which raised ValueError: bad stage, in 1ALL_GATHER of b"),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_do_something_else_all_stop(name: str, pair: list[Agreement]) -> None:
-    body, found = DIFFERENT[name]
-    first, second = each(pair, runs(FORWARD, FORWARD, BACKWARD), body)
-    both = [first] if name == "it raises" else [first, second]
-    for error in both:
-        assert error.startswith(RankError.__name__) and re.search(found, error), (first, second)
+def test_ranks_that_have_made_other_numbers_of_steps_all_stop(pair: list[Agreement]) -> None:
+    """For good. Other differences: `tests/ranks/faults.py`."""
+    for error in each(pair, runs(FORWARD, FORWARD, BACKWARD), more_steps):
+        assert error.startswith(RankError.__name__), error
+        assert re.search("after [03] optimizer steps, rank . the forward of Net after [03];", error)
     again = each(pair, runs(FORWARD), runs(FORWARD))
-    assert all(error.startswith("RankError") for error in again), "for good"
+    assert all(error.startswith("RankError") for error in again)
 
 
 CUDA = torch.device("cuda")

@@ -17,7 +17,7 @@ from torch import fx, nn
 from megacompile import Options, compat
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import MemoryKind, MemoryMoment, device_memory
+from megacompile.cost.memory import MemoryKind, device_memory
 from megacompile.cost.optimizer import OptimizerCost, host_updates
 from megacompile.cost.places import host_memory
 from megacompile.ir import ops
@@ -341,11 +341,6 @@ def test_schedules_match_the_replay(spec: dict[str, Any]) -> None:
     assert found == replay(schedule)
 
 
-def moment(schedule: Schedule, graph: str, label: str) -> MemoryMoment:
-    moments = device_memory(schedule).moments
-    return next(m for m in moments if (m.graph, m.label) == (graph, label))
-
-
 def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
     """States of a bucket whose copy the next forward need not wait for; of two graphs: the later
     one's backward runs first, and both have deferred at the end."""
@@ -359,16 +354,6 @@ def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
     found = [m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE")]
     states = [m.live_bytes[MemoryKind.STATES] for m in found]
     assert states == [states[0], deferred + states[0]], "the second's new ones"
-
-
-def test_slots_are_shared_by_captured_graphs() -> None:
-    schedule = built(slots=3)
-    both = device_memory([schedule, schedule])
-    assert both.moments[0].live_bytes[MemoryKind.SLOTS] == 3 * schedule.buckets[0].size_bytes
-    # the first graph's activations wait for the second one's backward
-    one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[MemoryKind.ACTIVATIONS]
-    boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
-    assert boundary.live_bytes[MemoryKind.ACTIVATIONS] == 2 * one
 
 
 P, G, S, M = MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.STATES, MemoryKind.MASTERS
