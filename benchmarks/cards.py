@@ -177,13 +177,7 @@ class Planner:
 
     def rows(self, device_bytes: int) -> list[tuple[str, int]]:
         """What the host holds before any plan, in bytes."""
-        return host_rows(
-            self.target.model,
-            gradients=not self.mode.in_backward,
-            device_bytes=device_bytes,
-            on_disk=False,
-            ranks=1,
-        )
+        return host_rows(self.target.model, self.options, device_bytes)
 
 
 def rates() -> list[str]:
