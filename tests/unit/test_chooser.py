@@ -98,6 +98,7 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
     made = two_programs(budget, device_update=0.0)
     schedules = [each.schedule() for each in made]
     assert [len(schedule.plan.resident) for schedule in schedules] == [3, left]
+    assert problem_of(made[1]).elsewhere_bytes == 0, "nothing else is on the host"
     cost = made[0].compiler.setting.cost()
     assert device_memory(schedules, optimizer=cost).peak.total_bytes <= budget
 
