@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 _IDLE = re.compile(r"#.*|\s")  # comments, spaces
 PROBE = '__import__("_faults_plugin").reached({!r})'
 
@@ -29,7 +27,7 @@ class Fault:
         new: what stands there instead.
         wrong: what goes wrong then, one sentence.
         near: another text of the file, which occurs once: the probe goes there, where torch traces
-            the statement itself.
+            the function itself.
     """
 
     id: str
@@ -39,94 +37,41 @@ class Fault:
     wrong: str
     near: str = ""
 
-    def at(self, source: str) -> int:
-        """The offset in `source` of the first character that changes; raises `Outgrown`."""
+    def planted(self, source: str) -> str:
+        """`source` with the fault; raises `Outgrown` where it does not apply."""
         if (count := source.count(self.old)) != 1:
             raise Outgrown(f"fault {self.id!r}: its old text occurs {count} times in {self.path}")
         if _IDLE.sub("", self.old) == _IDLE.sub("", self.new):
             raise Outgrown(f"fault {self.id!r} changes no code")
         if self.near and source.count(self.near) != 1:
             raise Outgrown(f"fault {self.id!r}: no place for its probe in {self.path}")
-        return source.index(self.old) + len(os.path.commonprefix([self.old, self.new]))
-
-    def planted(self, source: str) -> str:
-        """`source` with the fault; raises `Outgrown`, also if that does not compile."""
-        self.at(source)
-        faulty = source.replace(self.old, self.new)
-        try:
-            ast.parse(faulty)
-        except SyntaxError as error:
-            raise Outgrown(f"fault {self.id!r}: {self.path} does not compile: {error}") from error
-        return faulty
+        return source.replace(self.old, self.new)
 
 
 def check(faults: Sequence[Fault], root: Path) -> None:
-    """Raise `Outgrown` unless all faults apply to the tree in `root`."""
+    """Raise `Outgrown` unless all faults apply to the tree in `root`, and compile."""
     ids = [fault.id for fault in faults]
     for name in {name for name in ids if ids.count(name) > 1}:
         raise Outgrown(f"two faults are called {name!r}")
-    for path in {fault.path for fault in faults}:
-        source = together = (root / path).read_text()
-        group = [fault for fault in faults if fault.path == path]
-        for fault in group:
-            fault.at(source)
-            if together.count(fault.old) == 1:  # most are apart: one parse for all of a file
-                together = together.replace(fault.old, fault.new)
-            else:
-                fault.planted(source)
+    for fault in faults:
+        faulty = fault.planted((root / fault.path).read_text())
         try:
-            ast.parse(together)
-        except SyntaxError:
-            for fault in group:
-                fault.planted(source)
-            raise
+            compile(faulty, fault.path, "exec", ast.PyCF_ONLY_AST)
+        except SyntaxError as error:
+            raise Outgrown(f"fault {fault.id!r} does not compile: {error}") from error
 
 
 def probed(source: str, faults: Sequence[Fault]) -> str:
-    """`source` with a probe ahead of the statement that each fault changes; of a signature, in the
-    function; outside of functions, in all functions of the file."""
+    """`source` with a probe in the function that each fault changes, or in all functions."""
     tree = ast.parse(source)
-    inserts: list[tuple[list[ast.stmt], ast.stmt | None, str]] = []
+    every = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     for fault in faults:
-        at = source.index(fault.near) if fault.near else fault.at(source)
-        before = source[: at + len(source[at:]) - len(source[at:].lstrip())]
-        line = before.count("\n") + 1
-        column = len(before.rpartition("\n")[2].encode())  # ast counts bytes
-        path = list(_enclosing(tree, (line, column)))
-        functions = [node for _, node in path if isinstance(node, Function)]
-        if not functions:
-            everywhere = [node for node in ast.walk(tree) if isinstance(node, Function)]
-            inserts += [(node.body, None, fault.id) for node in everywhere]
-            continue
-        body, statement = path[-1]
-        if isinstance(statement, Function):
-            inserts.append((statement.body, None, fault.id))
-        elif isinstance(statement, ast.ClassDef):
-            inserts.append((functions[-1].body, None, fault.id))
-        else:
-            inserts.append((body, statement, fault.id))
-    for body, following, name in inserts:
-        probe = ast.parse(PROBE.format(name)).body[0]
-        docstring = ast.get_docstring(ast.Module(body, [])) is not None
-        body.insert(body.index(following) if following else int(docstring), probe)
+        text = fault.near or fault.old
+        at = source.index(text) + len(text) - len(text.lstrip())
+        line = source.count("\n", 0, at) + 1
+        around = [each for each in every if each.lineno <= line <= (each.end_lineno or 0)]
+        for function in around[-1:] or every:  # walks go from the outside in
+            documented = ast.get_docstring(function) is not None
+            probe = ast.parse(PROBE.format(fault.id)).body[0]
+            function.body.insert(int(documented), probe)
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
-
-
-def _enclosing(node: ast.AST, at: tuple[int, int]) -> Iterator[tuple[list[ast.stmt], ast.stmt]]:
-    """The statements around a place, outermost first, each with the list that it stands in."""
-    for _, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.stmt):
-                decorators = getattr(child, "decorator_list", [])
-                first = min([child.lineno, *(each.lineno for each in decorators)])
-                start = (first, child.col_offset if first == child.lineno else 0)
-                end = (child.end_lineno or 0, child.end_col_offset or 0)
-                if start <= at <= end:
-                    yield value, child
-                    yield from _enclosing(child, at)
-                    return
-            elif isinstance(child, ast.ExceptHandler | ast.match_case):
-                inner = list(_enclosing(child, at))
-                yield from inner
-                if inner:
-                    return

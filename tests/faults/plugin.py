@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,15 +15,14 @@ import pytest
 
 NOTES = "FAULTS_NOTES"  # the file for notes
 SELECTED = "FAULTS_SELECTED"  # a file: the tests to run, one a line, in their order
-FIXTURE = "FAULTS_FIXTURE"  # the fixture that is being made
 
-_reached: set[tuple[str, str, str]] = set()
+_reached: set[tuple[str, str]] = set()
 
 
-def note(**line: Any) -> None:
-    path = os.environ.get(NOTES)
-    if path:
+def note(what: str, test: str, **more: Any) -> None:
+    if path := os.environ.get(NOTES):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        line = {"what": what, "test": test, **more}
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
 
@@ -32,11 +30,10 @@ def note(**line: Any) -> None:
 def reached(fault: str) -> None:
     """The probe: the running test has come to where `fault` would be."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    key = (fault, test, os.environ.get(FIXTURE, ""))
-    if key not in _reached:
+    if (fault, test) not in _reached:
         with suppress(OSError):  # a test limits the size of files
-            note(what="reached", fault=fault, test=test, fixture=key[2])
-            _reached.add(key)
+            note("reached", test, fault=fault)
+            _reached.add((fault, test))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,41 +46,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(chosen, key=lambda item: order[item.nodeid])
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
-    """What a fixture of a wider scope reaches, each of its tests relies on."""
-    outer = os.environ.get(FIXTURE)
-    if fixturedef.scope != "function":
-        os.environ[FIXTURE] = f"{fixturedef.baseid}|{fixturedef.argname}"
-    yield
-    if outer is None:
-        os.environ.pop(FIXTURE, None)
-    else:
-        os.environ[FIXTURE] = outer
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    note("started", item.nodeid)
 
 
-def pytest_runtest_logstart(nodeid: str) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ or "PYTEST_XDIST_TESTRUNUID" not in os.environ:
-        note(what="started", test=nodeid)
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    began = sum(os.times()[:4])  # of this process and its children that ended
-    yield
-    fixtures = list(getattr(item, "fixturenames", ()))
-    time_s = sum(os.times()[:4]) - began
-    note(what="ran", test=item.nodeid, time_s=round(time_s, 4), fixtures=fixtures)
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    result: Any = yield
-    report = result.get_result()
-    if report.failed or (report.when == "call" and report.passed):
-        note(what=report.outcome, test=item.nodeid)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """In the process that was started, for all."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and (report.failed or report.when == "call"):
+        note(report.outcome, report.nodeid, time_s=round(report.duration, 4))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
-        note(what="failed", test=report.nodeid)
+        note("failed", report.nodeid)

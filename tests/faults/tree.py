@@ -9,17 +9,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.faults import plugin
-from tests.faults.fault import Fault
 
 # Not the list itself: its own test would catch every fault.
 _LEFT_OUT = ("tests/faults/", "tests/unit/test_suite.py")
+_HANGS_S = 400  # a test that takes so long hangs: its process ends
+_HANGS = ["-o", f"faulthandler_timeout={_HANGS_S}", "-o", "faulthandler_exit_on_timeout=true"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,15 @@ class Tree:
     def close(self) -> None:
         self._folder.cleanup()
 
-    def read(self, path: str) -> str:
-        return (self.root / path).read_text()
+    @contextmanager
+    def changed(self, path: str, source: str) -> Iterator[None]:
+        """For its duration a file is another one."""
+        before = (self.root / path).read_text()
+        self.write(path, source)
+        try:
+            yield
+        finally:
+            self.write(path, before)
 
     def write(self, path: str, source: str) -> None:
         """Change a file, and forget what was compiled from it: mtimes are too coarse."""
@@ -67,12 +75,6 @@ class Tree:
         file.write_text(source)
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
             compiled.unlink()
-
-    def faulty(self, fault: Fault) -> str:
-        """Plant a fault; the source to be written back."""
-        source = self.read(fault.path)
-        self.write(fault.path, fault.planted(source))
-        return source
 
     def pytest(
         self, arguments: Sequence[str], *, tests: Sequence[str] = (), limit_s: float | None = None
@@ -89,7 +91,7 @@ class Tree:
         }
         if tests:
             environment[plugin.SELECTED] = str(selected)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_HANGS]
         command += ["-p", "_faults_plugin", *arguments]
         with output.open("w") as sink:
             process = subprocess.Popen(
