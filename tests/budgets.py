@@ -9,22 +9,19 @@ else is a fault: an error, a signal, a hang, memory over a budget, a late refusa
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import resource
-import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +33,7 @@ from megacompile import accumulate, explain, host_memory, megacompile
 from megacompile.errors import DeviceMemoryError, DiskError, HostMemoryError
 from megacompile.runtime.device.buffers import DiskBuffer, HostBuffer
 from megacompile.runtime.model.streamed import streamed_model
+from tests.processes import in_child
 from tests.zoo import Language
 
 SLACK_BYTES = 96 * 2**20  # of Python, of threads' stacks, and of what kernels need inside
@@ -146,7 +144,7 @@ class Case:
         return sum(p.numel() for p in made.parameters()) * dtype.itemsize
 
 
-FAULTS = ("refused late", "killed", "hung", "fault")
+FAULTS = ("refused late", "killed", "fault")
 
 
 @dataclass(frozen=True)
@@ -301,30 +299,6 @@ def _private_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def in_child(case: Case, folder: Path) -> Outcome:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(reading)
-            outcome = trial(case, folder)
-            os.write(writing, json.dumps(asdict(outcome)).encode()[-60000:])
-        finally:
-            os._exit(0)
-    os.close(writing)
-    deadline, data = time.monotonic() + TIME_LIMIT_S, b""
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
-    signal.alarm(TIME_LIMIT_S)
-    with os.fdopen(reading, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    signal.alarm(0)
-    if not data:
-        hung = time.monotonic() >= deadline - 1
-        return Outcome("hung" if hung else "killed", f"wait status {status}")
-    return Outcome(**json.loads(data))
-
-
 def warm_up(folder: Path) -> None:
     """What the first model of a process loads and compiles is in all children."""
     for disk in (None, 1.0):
@@ -349,7 +323,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warm_up(folder)
         for seed in range(options.seed, options.seed + options.cases):
             case = Case.draw(seed, options.scale)
-            outcome = in_child(case, folder)
+            try:
+                outcome = in_child(partial(trial, case, folder), TIME_LIMIT_S)
+            except AssertionError as error:  # it hung, or was killed
+                outcome = Outcome("killed", str(error))
             ends[outcome.end] += 1
             if outcome.end in FAULTS:
                 print(f"FAULT in {case}\n  {outcome.end}: {outcome.what}", flush=True)

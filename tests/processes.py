@@ -71,15 +71,15 @@ def torchrun(
     assert started.returncode == 0, said
 
 
-def in_child(function: Callable[[], Any]) -> Any:
-    """Return the result of `function` in a forked child, which has a minute."""
+def in_child(function: Callable[[], Any], limit_s: int = CHILD_LIMIT_S) -> Any:
+    """Return the result of `function` in a forked child; raises AssertionError where it dies."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(CHILD_LIMIT_S)  # a child that hangs ends
+        signal.alarm(limit_s)  # a child that hangs ends
         code = 1
         try:
             os.close(read)

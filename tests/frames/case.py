@@ -108,27 +108,9 @@ class Case:
     seed: int = 0
 
     @property
-    def sound(self) -> bool:
-        """Does what is frozen exist?"""
-        return self.frozen in ("", "first", *(f"p{i}" for i in range(len(self.parts))))
-
-    @property
     def rounds(self) -> bool:
         """May a gradient be summed in another order than in the plain program?"""
         return any(part.rounds for part in self.made())
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """What makes it smaller: fewer parts, then fewer options, then fewer steps."""
-        rows = tuple(dict.fromkeys(self.rows))  # of equal steps any number is as simple
-        own = dataclasses.replace(self, parts=(), options=Options(), rows=rows)
-        pairs: list[tuple[Any, Any]] = [(self.options, Options()), (own, Case(parts=(), rows=(3,)))]
-        changed = sum(
-            getattr(mine, f.name) != getattr(plain, f.name)
-            for mine, plain in pairs
-            for f in dataclasses.fields(mine)
-        )
-        return len(self.parts), changed, len(self.rows)
 
     def made(self) -> list[Part]:
         made = [KINDS[kind](random.Random(seed)) for kind, seed in self.parts]

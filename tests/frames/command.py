@@ -1,4 +1,4 @@
-"""A case run both ways, compared, and made smaller; and many cases, in several processes."""
+"""A case run both ways and compared; and many cases, in several processes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from megacompile.errors import MegacompileError
 from tests import adversary, frames
 from tests.frames.case import Case, Options, draw
 
-# Features of a part of which docs/limits.md says that the streamed program differs.
-LIMITS = (("asks", "type is, in eager code"),)
+LIMIT = "asks (type is, in eager code"  # a part of which docs/limits.md says that it differs
 ALIASED = re.compile(r"shares? (its |their )?memory|alias|view|another name|other tensor")
 
 
@@ -60,11 +59,10 @@ class Setting:
 
     lowering: str = "eager"
     device: str = "cpu"
-    rtol: float = 0.0
 
-    @staticmethod
-    def of(lowering: str, device: str) -> Setting:
-        return Setting(lowering, device, 0.0 if (lowering, device) == ("eager", "cpu") else 1e-3)
+    @property
+    def rtol(self) -> float:
+        return 0.0 if self == EAGER else 1e-3
 
 
 EAGER = Setting()
@@ -201,15 +199,8 @@ def _explained(case: Case, differ: list[str], got: Seen) -> Verdict:
     if said := _warned_of_aliases(case, differ, got):
         return Verdict("warned", said)
     why = f"{len(differ)} differ: {', '.join(differ[:6])}"
-    return Verdict("a known limit" if _is_limit(case) else "mismatch", why)
-
-
-def _is_limit(case: Case) -> bool:
-    return any(
-        label.startswith(f"{kind} ({features}")
-        for label in case.labels()
-        for kind, features in LIMITS
-    )
+    known = any(label.startswith(LIMIT) for label in case.labels())
+    return Verdict("a known limit" if known else "mismatch", why)
 
 
 def _warned_of_aliases(case: Case, differ: list[str], got: Seen) -> str:
@@ -223,42 +214,10 @@ def _warned_of_aliases(case: Case, differ: list[str], got: Seen) -> str:
     return next(of_aliases, "") if read or used else ""
 
 
-def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with less, those with the least first."""
-    alone = [dataclasses.replace(case, parts=(part,)) for part in case.parts]
-    rest = [
-        dataclasses.replace(case, parts=case.parts[:i] + case.parts[i + 1 :])
-        for i in range(len(case.parts))
-    ]
-    shorter = alone if len(case.parts) > 1 else []
-    yield from (Case(each.parts) for each in [*shorter, case])
-    yield from shorter
-    yield from rest if len(case.parts) > 2 else ()
-    for f in dataclasses.fields(Options):
-        options = dataclasses.replace(case.options, **{f.name: getattr(Options(), f.name)})
-        yield dataclasses.replace(case, options=options)
-    for f in dataclasses.fields(Case):
-        if f.name not in ("parts", "options"):
-            yield dataclasses.replace(case, **{f.name: getattr(Case(()), f.name)})
-    if len(case.rows) > 2:
-        yield dataclasses.replace(case, rows=case.rows[:-1])
-
-
-def shrink(case: Case, setting: Setting) -> Case:
-    """The smallest that is found to differ."""
-    for smaller in _smaller(case):
-        less = smaller.sound and smaller.size < case.size
-        if less and judge(smaller, setting).kind == "mismatch":
-            return shrink(smaller, setting)
-    return case
-
-
 @dataclass
 class Counts:
-    cases: int = 0
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
-    drawn: collections.Counter[str] = field(default_factory=collections.Counter)
-    found: dict[tuple[str, ...], tuple[int, int, str]] = field(default_factory=dict)
+    found: list[str] = field(default_factory=list)  # the programs that differ, and how
 
     @property
     def mismatches(self) -> int:
@@ -266,38 +225,19 @@ class Counts:
 
     def add(self, number: int, case: Case, setting: Setting) -> None:
         verdict = judge(case, setting)
-        self.cases += 1
         self.kinds[verdict.kind] += 1
-        labels = case.labels()
-        self.drawn.update(kind for kind, _ in case.parts)
-        if verdict.kind != "mismatch":
-            return
-        key = next((k for k in self.found if labels.issuperset(k)), None)
-        if key is None:
-            small = shrink(case, setting)
-            key = tuple(sorted(small.labels()))
-            text = f"{small.text()}\n# {judge(small, setting).why.strip()}"
-            if key not in self.found:
-                self.found[key] = number, 0, text
-        at, count, text = self.found[key]
-        self.found[key] = at, count + 1, text
-
-    def join(self, other: Counts) -> None:
-        self.cases += other.cases
-        self.kinds.update(other.kinds)
-        self.drawn.update(other.drawn)
-        for key, (at, count, text) in other.found.items():
-            before = self.found.get(key, (at, 0, text))
-            self.found[key] = (min(at, before[0]), before[1] + count, min(before, (at, 0, text))[2])
+        if verdict.kind == "mismatch":
+            alone = [Case((part,)) for part in case.parts]
+            judged = ((each, judge(each, setting)) for each in alone if each != case)
+            smaller = (each for each in judged if each[1].kind == "mismatch")
+            small, verdict = next(smaller, (case, verdict))
+            text = f"--- case {number}\n{small.text()}\n# {verdict.why.strip()}"
+            self.found.append(text)
+            print(text, flush=True)
 
     def __str__(self) -> str:
-        lines = [f"{self.cases} programs, {self.mismatches} mismatches"]
-        lines += [f"  {count} {kind}" for kind, count in sorted(self.kinds.items())]
-        lines += ["  parts drawn: " + ", ".join(f"{c} {k}" for k, c in sorted(self.drawn.items()))]
-        lines += ["  mismatches   first case   parts of the smallest program"] if self.found else []
-        for key, (at, count, _) in sorted(self.found.items(), key=lambda item: item[1][0]):
-            lines.append(f"  {count:10} {at:12}   {' and '.join(key)}")
-        return "\n".join(lines)
+        lines = [f"{self.kinds.total()} programs, {self.mismatches} mismatches"]
+        return "\n".join(lines + [f"  {n} {kind}" for kind, n in sorted(self.kinds.items())])
 
 
 def numbered(seed: int, number: int, setting: Setting = EAGER) -> Case:
@@ -319,14 +259,11 @@ def quickly() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def prove(seed: int, numbers: range, setting: Setting = EAGER, *, tell: bool = False) -> Counts:
+def prove(seed: int, numbers: range, setting: Setting = EAGER) -> Counts:
     counts = Counts()
     with quickly(), contextlib.ExitStack() as stack:
         for number in numbers:
-            known = set(counts.found)
             counts.add(number, numbered(seed, number, setting), setting)
-            for key in set(counts.found) - known if tell else ():
-                print(f"--- case {number}\n{counts.found[key][2]}", flush=True)
             gc.collect()
             if not gc.get_freeze_count():  # what torch has made is much to look through
                 gc.freeze()
@@ -336,21 +273,13 @@ def prove(seed: int, numbers: range, setting: Setting = EAGER, *, tell: bool = F
 
 def prove_in(jobs: int, cases: int, seed: int, setting: Setting) -> Counts:
     """The same in several processes; each takes every `jobs`-th case."""
-    if jobs == 1:
-        return prove(seed, range(cases), setting, tell=True)
     counts = Counts()
+    shares = [range(job, cases, jobs) for job in range(jobs)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        shares = [range(job, cases, jobs) for job in range(jobs)]
-        for each in pool.map(_share, [seed] * jobs, shares, [setting] * jobs):
-            counts.join(each)
-    for at, _, text in sorted(counts.found.values()):
-        print(f"--- case {at}\n{text}")
+        for each in pool.map(prove, [seed] * jobs, shares, [setting] * jobs):
+            counts.kinds.update(each.kinds)
     return counts
-
-
-def _share(seed: int, numbers: range, setting: Setting) -> Counts:
-    return prove(seed, numbers, setting)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -362,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lowering", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args(argv)
-    setting = Setting.of(args.lowering, args.device)
+    setting = Setting(args.lowering, args.device)
     start = time.perf_counter()
     if args.only is not None:
         case = numbered(args.seed, args.only, setting)
@@ -372,5 +301,5 @@ def main(argv: list[str] | None = None) -> int:
         return int(verdict.kind == "mismatch")
     counts = prove_in(args.jobs, args.cases, args.seed, setting)
     taken = time.perf_counter() - start
-    print(f"{counts}\n{taken:.0f} s, {counts.cases / taken:.1f} programs a second")
+    print(f"{counts}\n{taken:.0f} s, {args.cases / taken:.1f} programs a second")
     return int(counts.mismatches > 0)
