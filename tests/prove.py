@@ -9,8 +9,8 @@ A case is one interleaving of one plan of one model, whose losses, outputs, grad
 and buffers must be those of the plain model in every bit. Where the backward makes the optimizer's
 update, they must be those of program order, and within 1e-5 of the plain loop. Interleavings share
 models and plans, because tracing takes most of the time. Users' loops: `tests/stateful`. With
-`--cases`, a tenth as many cases are of ranks (`tests.ranks.subject`), and as many programs of
-frames (`tests.frames`).
+`--cases`, a tenth as many cases are of simulated ranks, and as many programs of frames
+(`tests.frames`).
 
 A mutant is a schedule of `tests.mutants` with one or two edits of `tests.mutants`, which decides
 by interleavings whether it is harmful, or of updates and the edges between graphs
@@ -28,7 +28,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import hypothesis
 import torch
@@ -37,51 +36,32 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
-from tests import adversary, nets
 from tests.draws import examples
 from tests.frames import command as frames
 from tests.mutants import Harm, Truth, lined, planned
 from tests.mutants_step import mutate
-from tests.nets import Choice, Net
-from tests.ranks.subject import RankSubject, Shared, shared
-from tests.subject import Counts, Subject, plain_refuses
+from tests.subject import Case, Counts, Subject, alone, plain_refuses, shared
 
 
-def check(net: Net, choice: Choice, interleavings: int, seed: int, counts: Counts) -> None:
+def check(case: Case, interleavings: int, seed: int, counts: Counts) -> None:
     """Some cases of one model and plan; mismatches are counted, not raised."""
-    if plain_refuses(net, choice):
-        counts.more["drawn models that the plain loop refuses"] += 1
-        hypothesis.reject()
-    subject = Subject(net, choice, counts)
-    found = examine(
-        subject, lambda k: subject.wrong(adversary.Random(k)), range(seed, seed + interleavings)
-    )
-    counts.more["stages"] += sum(len(s.stages) for s in schedules(subject.model))
-    counts.more["ops executed"] += subject.device.executed
-    counts.more["times memory was poisoned"] += subject.device.memory.poisoned
-    if found:
-        counts.found.append(f"{net}\n{choice}\ninterleavings that differ: {found}")
-
-
-def check_ranks(case: Shared, interleavings: int, seed: int, counts: Counts) -> None:
-    if plain_refuses(case.net, case.choice):
+    if plain_refuses(case.net, case.choices[0]):
         counts.more["drawn models that the plain loop refuses"] += 1
         hypothesis.reject()
     before = counts.cases
-    subject = RankSubject(case, counts)
-    found = examine(subject, subject.random, range(seed, seed + interleavings))
-    counts.more[f"cases of {case.count} ranks"] += counts.cases - before
+    subject = Subject(case, counts)
+    found = examine(subject, range(seed, seed + interleavings))
+    if case.count > 1:
+        counts.more[f"cases of {case.count} ranks"] += counts.cases - before
     counts.more["collectives"] += subject.interconnect.met
     counts.more["stages"] += sum(len(s.stages) for r in subject.ranks for s in schedules(r.model))
-    counts.more["ops executed"] += subject.executed
+    counts.more["ops executed"] += sum(rank.device.executed for rank in subject.ranks)
     counts.more["times memory was poisoned"] += subject.poisoned
     if found:
         counts.found.append(f"{case}\ninterleavings that differ: {found}")
 
 
-def examine(
-    subject: Subject | RankSubject, wrong: Callable[[int], list[str]], seeds: range
-) -> dict[object, object]:
+def examine(subject: Subject, seeds: range) -> dict[object, object]:
     """What is wrong in some interleavings, by seed; all are counted."""
     counts = subject.counts
     wrongs: dict[object, object] = {}
@@ -89,7 +69,7 @@ def examine(
         wrongs["program order"] = found
         counts.mismatches += 1
     for k in seeds:
-        found = looked_at(functools.partial(wrong, k))
+        found = looked_at(functools.partial(subject.random, k))
         counts.cases += 1
         counts.mismatches += bool(found)
         wrongs |= {k: found} if found else {}
@@ -113,38 +93,16 @@ def looked_at(case: Callable[[], list[str]]) -> list[str] | str:
         return traceback.format_exc()
 
 
-def prove(cases: int, seed: int, interleavings: int, *, shrink: bool = False) -> Counts:
-    """Run some cases; with `shrink`, raise the smallest model that differs."""
-
-    def one(case: tuple[Net, Choice], first: int, counts: Counts) -> None:
-        check(*case, interleavings, first, counts)
-
-    drawn = st.tuples(nets.nets(lengths=True, numbers=True), nets.choices())
-    return _prove(drawn, one, cases, seed, interleavings, shrink)
-
-
-def prove_ranks(cases: int, seed: int, interleavings: int, *, shrink: bool = False) -> Counts:
-
-    def one(case: Shared, first: int, counts: Counts) -> None:
-        check_ranks(case, interleavings, first, counts)
-
-    return _prove(shared(), one, cases, seed, interleavings, shrink)
-
-
-def _prove(
-    drawn: st.SearchStrategy[Any],
-    check: Callable[[Any, int, Counts], None],
-    cases: int,
-    seed: int,
-    interleavings: int,
-    shrink: bool,
+def prove(
+    drawn: st.SearchStrategy[Case], cases: int, seed: int, interleavings: int, shrink: bool = False
 ) -> Counts:
+    """Run some cases, alone or of ranks; with `shrink`, raise the smallest that differs."""
     counts = Counts()
 
-    def one(case: Any, first: int) -> None:
+    def one(case: Case, first: int) -> None:
         if counts.cases >= cases:
             return
-        check(case, first, counts)
+        check(case, interleavings, first, counts)
         if shrink and counts.found:
             raise AssertionError(counts.found.pop())
 
@@ -226,18 +184,15 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     start = time.perf_counter()
     failed = False
-    if args.cases:
-        counts = prove(args.cases, args.seed, args.interleavings, shrink=args.shrink)
-        print("\n".join([*counts.found, str(counts)]))
-        failed |= counts.mismatches > 0
     ranks = args.cases // 10 if args.ranks is None else args.ranks
-    if ranks:
-        counts = prove_ranks(ranks, args.seed, args.interleavings, shrink=args.shrink)
-        print("\n".join([*counts.found, f"ranks: {counts}"]))
-        failed |= counts.mismatches > 0
+    for name, drawn, cases in (("", alone(), args.cases), ("ranks: ", shared(), ranks)):
+        if cases:
+            counts = prove(drawn, cases, args.seed, args.interleavings, shrink=args.shrink)
+            print("\n".join([*counts.found, f"{name}{counts}"]))
+            failed |= counts.mismatches > 0
     programs = args.cases // 10 if args.frames is None else args.frames
     if programs:
-        of_frames = frames.prove(args.seed, range(programs), tell=True)
+        of_frames = frames.prove(args.seed, range(programs))
         print(f"frames: {of_frames}")
         failed |= of_frames.mismatches > 0
     if args.mutants:

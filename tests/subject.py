@@ -1,43 +1,81 @@
-"""A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
+"""A model with a plan, or ranks that share one: the plain run, and the megacompiled one on an
+adversarial device."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megacompile import accumulate, megacompile
+from megacompile.ir.buckets import shard_shape
 from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 from megacompile.passes.schedule.make_plan import make_plan
 from megacompile.plan import pipeline
 from megacompile.runtime.model.streamed import streamed_model
 from tests import adversary, disks, inside, nets
 from tests.nets import Choice, Net
+from tests.ranks.interconnect import Interconnect, Mesh, local, total
 from tests.zoo import equal
 
 Result = dict[str, Tensor]
 
 
-class Drawn(Protocol):
-    """What is counted of a subject."""
+APART = 10  # numbers of micro-batches between those of one rank and the next
+RANKS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and its plan or those of ranks, which differ in what no collective depends on."""
 
     net: Net
-    choice: Choice
+    choices: tuple[Choice, ...]
 
     @property
-    def rounds(self) -> bool:
-        """Is it equal to the plain model but for rounding?"""
+    def count(self) -> int:
+        return len(self.choices)
+
+
+@st.composite
+def alone(draw: st.DrawFn) -> Case:
+    return Case(draw(nets.nets(lengths=True, numbers=True)), (draw(nets.choices()),))
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> Case:
+    net = draw(nets.nets(lengths=True, numbers=True))
+    # what no plan of ranks chooses: parts of parameters on a disk, reruns
+    choice = dataclasses.replace(draw(nets.choices()), disk_weights=False, rerun=0)
+    bits = st.one_of(st.just(-1), st.integers(0, 255))
+    choices = [choice]
+    for _ in range(draw(st.sampled_from(RANKS)) - 1):
+        other = dataclasses.replace(
+            choice,
+            keep=draw(bits),
+            halves=draw(st.sampled_from((0, 0b1100110, 255))),
+            on_host=draw(st.sampled_from((0, 0, 0b1010101, 255))),
+            state_delay=draw(st.sampled_from((1, 2, 9))),
+            stored=draw(bits),
+        )
+        choices.append(other)
+    return Case(net, tuple(choices))
 
 
 _NETS: dict[str, Callable[[Net], object]] = {  # what is counted of models
@@ -55,7 +93,7 @@ _NETS: dict[str, Callable[[Net], object]] = {  # what is counted of models
 }
 
 
-@dataclasses.dataclass
+@dataclass
 class Counts:
     cases: int = 0
     mismatches: int = 0
@@ -63,7 +101,7 @@ class Counts:
     found: list[str] = dataclasses.field(default_factory=list)  # the mismatches
     more: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def drawn(self, subject: Drawn, cases: int) -> None:
+    def drawn(self, subject: Subject, cases: int) -> None:
         net, choice = subject.net, subject.choice
         self.plans.add((net, choice))
         names = [name for name, has in _NETS.items() if has(net)]
@@ -219,50 +257,140 @@ def streamed(model: Any, choice: Choice, optimizer: Any, mesh: Any = None) -> ad
     return adversary.attach(model)
 
 
-class Subject:
-    """A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
+class Rank:
+    """One rank: its model, plain or megacompiled, and what it trains with."""
 
-    def __init__(self, net: Net, choice: Choice, counts: Counts) -> None:
-        self.net, self.choice, self.counts = net, choice, counts
-        plain = nets.build(net)
-        self.wanted = train(plain, net, choice, make_optimizer(plain, choice))
-        torch.compiler.reset()
-        self.model: Any = nets.build(net)
-        self.optimizer = make_optimizer(self.model, choice)
-        self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
-        self.device = streamed(self.model, choice, self.optimizer)
-        self.rtol = 0.0
+    def __init__(self, case: Case, rank: int, interconnect: Interconnect, *, plain: bool) -> None:
+        self.case, self.rank, self.interconnect = case, rank, interconnect
+        self.choice = case.choices[rank]
+        self.model: Any = nets.build(case.net)
+        self.optimizer = make_optimizer(self.model, self.choice)
+        self.plain = plain
+        shared = case.count > 1
+        if not plain:
+            mesh = Mesh(rank, interconnect) if shared else None
+            self.device = streamed(self.model, self.choice, self.optimizer, mesh)
+            self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
+        elif shared:
+            for name, param in self.model.named_parameters():
+                if param.requires_grad:
+                    param.register_hook(functools.partial(self._mean, name))
 
-    @property
-    def rounds(self) -> bool:
-        return self.choice.in_backward
+    def train(self) -> Result:
+        first = self.rank * APART
+        seen = train(self.model, self.case.net, self.choice, self.optimizer, first=first)
+        if not self.plain:
+            for stream in Stream:  # nobody leaves before its collectives are done
+                self.device.synchronize(stream)
+        return seen
 
-    def wrong(self, policy: adversary.Policy) -> list[str]:
-        """What one interleaving gives that is not as it should be."""
-        self.device.policy = policy
-        rng = random.Random(policy.disk)
-        with adversary.adversarial(), kept(lambda: self.choice, self.counts), ExitStack() as stack:
-            if self.choice.disk:
-                stack.enter_context(disks.harsh(rng))
-                stack.enter_context(disks.few_buffers(rng))
-            got = self._train()
-        return differences(self.wanted, got, rtol=self.rtol)
-
-    def to_program_order(self) -> list[str]:
-        """Compare with this model in program order from now on; gives how the plain one differs."""
-        self.rtol = 1e-5
-        found = self.wrong(InOrder())
-        with adversary.adversarial(), kept(lambda: self.choice, self.counts):
-            self.wanted = self._train()
-        self.rtol = 0.0
-        return found
-
-    def _train(self) -> Result:
-        self.model.load_state_dict(self.start)
+    def reset(self) -> None:
+        with torch.no_grad():
+            for name, value in self.model.state_dict().items():
+                local(value).copy_(local(self.start[name]))
         self.model.zero_grad()
         if self.optimizer is not None:
             self.optimizer.state.clear()
-        return train(self.model, self.net, self.choice, self.optimizer)
+
+    def has(self, value: Tensor) -> Tensor:
+        """The rows that this rank has of a whole tensor."""
+        shape = tuple(value.shape)
+        first = min(-(-shape[0] // self.case.count) * self.rank, shape[0])
+        return value.narrow(0, first, shard_shape(shape, self.rank, self.case.count)[0])
+
+    def _mean(self, name: str, gradient: Tensor) -> Tensor:
+        given = self.interconnect.exchange(self.rank, f"the mean of {name}", gradient.clone())
+        return total(given).div_(self.case.count)
+
+
+class Subject:
+    """A case: the plain model, and the megacompiled one on an adversarial device.
+
+    Ranks have one each. The plain ones average each gradient when their backward makes it, before
+    it is added to `p.grad`.
+    """
+
+    def __init__(self, case: Case, counts: Counts) -> None:
+        self.case, self.counts = case, counts
+        self.net, self.choice = case.net, case.choices[0]
+        self.interconnect = Interconnect(case.count)
+        self.ranks = self._made(plain=True)
+        self.wanted = self._run(0)
+        torch.compiler.reset()
+        self.ranks = self._made(plain=False)
+        self.rtol = 0.0
+
+    def _made(self, *, plain: bool) -> list[Rank]:
+        ranks = range(self.case.count)
+        return [Rank(self.case, rank, self.interconnect, plain=plain) for rank in ranks]
+
+    @property
+    def rounds(self) -> bool:
+        """Is it equal to the plain model but for rounding?"""
+        return self.choice.in_backward
+
+    @property
+    def model(self) -> Any:
+        return self.ranks[0].model
+
+    @property
+    def poisoned(self) -> int:
+        return sum(rank.device.memory.poisoned for rank in self.ranks)
+
+    def wrong(self, *policies: adversary.Policy) -> list[str]:
+        """What one interleaving gives that is not as it should be."""
+        return [
+            f"rank {rank.rank}: {name}"
+            for rank, wanted, ours in zip(
+                self.ranks, self.wanted, self._train(policies), strict=True
+            )
+            for name in differences(*_parts(rank, wanted, ours), rtol=self.rtol)
+        ]
+
+    def random(self, seed: int) -> list[str]:
+        return self.wrong(*(adversary.Random(seed + rank) for rank in range(self.case.count)))
+
+    def in_order(self) -> list[str]:
+        return self.wrong(*[InOrder()] * self.case.count)
+
+    def to_program_order(self) -> list[str]:
+        """Compare with program order from now on; gives how the plain model differs."""
+        self.rtol = 1e-5
+        found = self.in_order()
+        self.wanted = self._train([InOrder()] * self.case.count)
+        self.rtol = 0.0
+        return found
+
+    def _train(self, policies: Sequence[adversary.Policy]) -> list[Result]:
+        def choice() -> Choice:
+            return self.case.choices[self.interconnect.current]
+
+        for rank, policy in zip(self.ranks, policies, strict=True):
+            rank.device.policy = policy
+        seed = policies[0].disk
+        with adversary.adversarial(), kept(choice, self.counts), ExitStack() as stack:
+            if self.choice.disk:
+                rng = random.Random(seed)
+                stack.enter_context(disks.harsh(rng))
+                stack.enter_context(disks.few_buffers(rng))
+            for rank in self.ranks:
+                rank.reset()
+            return self._run(seed)
+
+    def _run(self, seed: int) -> list[Result]:
+        return self.interconnect.run([rank.train for rank in self.ranks], seed)
+
+
+def _parts(rank: Rank, wanted: Result, ours: Result) -> tuple[Result, Result]:
+    """Both as this rank has them."""
+    divided = {name for name, value in ours.items() if isinstance(value, DTensor)}
+    of_rank = {
+        name: rank.has(value)
+        if name in divided and not isinstance(value, DTensor)
+        else local(value)
+        for name, value in wanted.items()
+    }
+    return of_rank, {name: local(value) for name, value in ours.items()}
 
 
 class InOrder(adversary.Policy):

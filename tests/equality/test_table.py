@@ -23,7 +23,7 @@ from tests.draws import drawn
 from tests.equality import cells
 from tests.equality.cells import Cell
 from tests.nets import Choice, Net
-from tests.subject import Counts, InOrder, Subject
+from tests.subject import Case, Counts, Subject, alone
 from tests.zoo import unlike
 
 pytestmark = [
@@ -113,15 +113,15 @@ LATE = Net(kinds=("gain", "linear"), hidden=5, calls=(0, 1, 1), tied=((0, 1),))
 
 
 def test_a_fetch_that_runs_when_the_next_schedule_is_on() -> None:
-    subject = Subject(LATE, Choice(lookahead=4, more_slots=1), Counts())
+    subject = Subject(Case(LATE, (Choice(lookahead=4, more_slots=1),)), Counts())
     for seed in range(4):
         assert subject.wrong(adversary.Random(seed)) == [], seed
-    assert subject.device.memory.poisoned > 0
+    assert subject.poisoned > 0
 
 
 @pytest.mark.parametrize("cases", drawn([8], [40]))
 def test_random_cases_equal_the_plain_model(cases: int) -> None:
-    counts = prove.prove(cases, seed=0, interleavings=4)
+    counts = prove.prove(alone(), cases, seed=0, interleavings=4)
     assert counts.found == []
     assert counts.cases >= cases and counts.mismatches == 0 and len(counts.plans) >= cases // 5
 
@@ -177,8 +177,8 @@ def plant(subject: Subject, fault: Fault) -> None:
 @pytest.mark.parametrize("choice", drawn([Choice()], [IN_BACKWARD, ON_DISK]), ids=str)
 def test_a_planted_fault_is_seen(choice: Choice) -> None:
     """Some interleavings show it."""
-    subject = Subject(NET, choice, Counts())
-    assert (subject.to_program_order() if subject.rounds else subject.wrong(InOrder())) == []
+    subject = Subject(Case(NET, (choice,)), Counts())
+    assert (subject.to_program_order() if subject.rounds else subject.in_order()) == []
     right = [dict(program.executors) for program in inside.programs(subject.model)]
     for name, (of, fault) in FAULTS.items():
         if of == choice:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from megacompile.cli import main
 from megacompile.errors import MegacompileError
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
-from tests import processes
 from tests.zoo import Language
 
 float8 = pytest.importorskip("torchao.float8")
@@ -158,25 +156,6 @@ def test_weights_that_fsdp_would_gather_are_refused() -> None:
     model = decoder("tensorwise", enable_fsdp_float8_all_gather=True)
     with pytest.raises(MegacompileError, match="WeightWithDynamicFloat8CastTensor"):
         megacompile(model)(IDS[0])
-
-
-def test_ranks_that_share_a_model_scale_by_whole_weights(tmp_path: Path) -> None:
-    """A scale of the whole weight is not that of a rank's rows: a loss has its every bit."""
-    from tests import float8_ranks
-
-    world = float8_ranks.WORLD
-    processes.torchrun("tests.float8_ranks", str(tmp_path), ranks=world, timeout_s=240)
-    ranks = [torch.load(tmp_path / str(rank)) for rank in range(world)]
-    for recipe in RECIPES:
-        expected = float8_ranks.alone(recipe)
-        for rank, found in enumerate(ranks):
-            exact, updated = (found[recipe, way] for way in float8_ranks.WAYS)
-            for losses in (exact["losses"], updated["losses"]):
-                assert all(map(torch.equal, losses, expected["losses"][rank])), recipe
-            for kind in ("grads", "params"):
-                for name, value in expected[kind].items():
-                    assert torch.equal(exact[kind][name], value), f"{recipe}: {kind} {name}"
-            torch.testing.assert_close(updated["params"], expected["params"], rtol=1e-2, atol=1e-3)
 
 
 def test_equal_layers_share_a_template_that_saves_no_weight() -> None:

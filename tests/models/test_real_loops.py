@@ -25,7 +25,7 @@ from megacompile import megacompile
 from megacompile.errors import OptimizerError
 from tests import inside
 from tests.draws import drawn
-from tests.torchrun_loops import Classifier, Rows
+from tests.ranks.others import Classifier, Rows
 from tests.zoo import assert_close, batch, equal, mixed
 
 STEPS = 8

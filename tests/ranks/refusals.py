@@ -130,9 +130,10 @@ def values_of_the_first(here: Here) -> None:
         return {name: value.reshape(-1).view(torch.uint8) for name, value in found.items()}
 
     first = drawn(0)
-    ours = shared(here, drawn(here.rank))
+    ours = shared(here, drawn(here.rank))  # which has seeded the rank's own numbers
     expected = bits(first)
     assert not differing(bits(ours), expected)
+    assert len({*here.all_say(inside.machine(ours).seed())}) == 1
     with torch.no_grad():
         for param in ours.parameters():
             param.zero_()

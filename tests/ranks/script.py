@@ -7,6 +7,7 @@ this rank then. On `cuda` each has a GPU.
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import loops, modes, refusals, replicas, states, wrapped
+from tests.ranks import loops, modes, others, refusals, replicas, states, wrapped
 from tests.ranks.here import Check, Here
 
 TIMEOUT = datetime.timedelta(seconds=180)  # of a collective that another rank never comes to
@@ -37,6 +38,7 @@ PARTS: dict[str, dict[str, Check]] = {
     "more replicas": modes.checks(modes.MORE_REPLICATED, sizes=(2, 2)),
     "three replicas": modes.checks(modes.THREE_REPLICAS, sizes=(3, 2)),
     "gpus": modes.checks(modes.ON_GPUS),
+    **others.PARTS,
 }
 
 
@@ -47,6 +49,8 @@ def main(part: str, folder: Path, device: str, only: str = "") -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
     here = Here(init_device_mesh(device, (dist.get_world_size(),)), folder)
+    if part == "float8":  # torchao may not be there
+        PARTS[part] = importlib.import_module("tests.ranks.float8").TWO
     for name, check in PARTS[part].items():
         if only in name:
             start = time.process_time()

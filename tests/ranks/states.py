@@ -24,10 +24,8 @@ from torch.optim import Adam, AdamW, Optimizer
 import megacompile as package
 from megacompile import megacompile, unmegacompile
 from megacompile.errors import CheckpointError, HostMemoryError, ModelError, OptionError
-from tests import inside
 from tests.ranks.here import Check, Here, Values, contents, differing, gradients, same_in_all, whole
 from tests.ranks.modes import muon
-from tests.zoo import equal
 
 STEPS = 2
 SHARD = 30_000  # bytes of a file: there are several
@@ -85,19 +83,6 @@ def train(model: Any, optimizer: Optimizer, first: int, rank: int) -> None:
         model(words(step, rank)).backward()
         optimizer.step()
         model.zero_grad()
-
-
-def starts_from_the_first(here: Here) -> None:
-    """The ranks were built with other values, and draw other numbers."""
-    model, wanted = net(), net()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(here.rank)
-    torch.manual_seed(here.rank)
-    model, _ = shared(here, model=model)
-    for found, param in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert equal(whole(found), param.detach())
-    assert len({*here.all_say(inside.machine(model).seed())}) == 1
 
 
 def meshes_of_other_shapes(here: Here) -> None:
@@ -385,7 +370,6 @@ def rows_of_a_checkpoint(here: Here) -> None:
 
 
 TWO: dict[str, Check] = {
-    "starts from the first": starts_from_the_first,
     "rows of a checkpoint": rows_of_a_checkpoint,
     "save()": saves,
     "save() that fails": saves_that_fail,

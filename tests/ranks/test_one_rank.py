@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -24,8 +24,9 @@ from megacompile.cli import main
 from tests import inside, prove
 from tests.nets import Choice, Net
 from tests.processes import group_of_one
-from tests.ranks.subject import CollectiveError, Interconnect, Mesh, RankSubject, Shared
-from tests.subject import Counts
+from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
+from tests.subject import Case, Counts, Subject
+from tests.subject import shared as of_ranks
 
 
 @pytest.fixture(scope="module")
@@ -123,11 +124,11 @@ NET = Net(
 RESIZED = dataclasses.replace(NET, rows=(4, 7, 4), input_grad=False)
 ADAMW = Choice(optimizer="adamw", lookahead=3, keep=0b101)
 CASES = {
-    "two, whose plans differ": Shared(NET, (ADAMW, dataclasses.replace(ADAMW, keep=0))),
-    "new sizes, updated in the backward": Shared(
+    "two, whose plans differ": Case(NET, (ADAMW, dataclasses.replace(ADAMW, keep=0))),
+    "new sizes, updated in the backward": Case(
         RESIZED, (Choice(lookahead=4, more_slots=3, optimizer="sgd", in_backward=True),) * 2
     ),
-    "three, some of whose buckets live on the device": Shared(
+    "three, some of whose buckets live on the device": Case(
         dataclasses.replace(NET, calls=(0, 1, 4)), (Choice(resident=1, more_slots=1),) * 3
     ),
 }
@@ -135,7 +136,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_train_as_plain_ones(name: str) -> None:
-    subject = RankSubject(CASES[name], Counts())
+    subject = Subject(CASES[name], Counts())
     assert sum("grad" in key or "weight" in key for key in subject.wanted[0]) > 8
     assert not subject.wanted[0]["0.out0"].equal(subject.wanted[1]["10.out0"]), "data of its own"
     rows = [rank.model.head.weight.to_local().shape[0] for rank in subject.ranks]
@@ -149,40 +150,33 @@ def test_ranks_train_as_plain_ones(name: str) -> None:
 
 @pytest.mark.parametrize("cases", [9, pytest.param(60, marks=pytest.mark.thorough)])
 def test_random_cases_equal_the_plain_ranks(cases: int) -> None:
-    counts = prove.prove_ranks(cases, seed=1, interleavings=3)
+    counts = prove.prove(of_ranks(), cases, seed=1, interleavings=3)
     assert counts.found == []
     assert counts.cases >= cases and counts.mismatches == 0
     assert counts.more["collectives"] > 10 * cases
     assert sum(name.endswith(" ranks") for name in counts.more) > 1
 
 
-def meet(count: int, seed: int, *, swapped: bool = False, leaves: bool = False) -> list[Any]:
-    """What each rank gets in two collectives; the second rank swaps them, or leaves before."""
-    interconnect = Interconnect(count)
+def meet(names: str, seed: int) -> list[Any]:
+    """What each of three ranks gets in two collectives; those of the second are called so."""
+    interconnect = Interconnect(3)
 
     def body(rank: int) -> list[Any]:
         torch.manual_seed(rank)
-        names = ["one", "two"]
-        if rank == 1:
-            names = names[::-1] if swapped else names[: 1 if leaves else 2]
-        return [(interconnect.exchange(rank, n, rank), torch.rand(())) for n in names]
+        mine = names if rank == 1 else "ab"
+        return [(interconnect.exchange(rank, n, rank), torch.rand(())) for n in mine]
 
-    def bound(rank: int) -> Callable[[], list[Any]]:
-        return lambda: body(rank)
-
-    return interconnect.run([bound(rank) for rank in range(count)], seed)
+    return interconnect.run([functools.partial(body, rank) for rank in range(3)], seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_interconnect_meets_or_says_what_does_not_fit(seed: int) -> None:
-    for rank, got in enumerate(meet(4, seed)):
-        assert [values for values, _ in got] == [[0, 1, 2, 3]] * 2
+    for rank, got in enumerate(meet("ab", seed)):
         torch.manual_seed(rank)
-        assert [number for _, number in got] == [torch.rand(()), torch.rand(())], "their own"
-    with pytest.raises(CollectiveError):
-        meet(3, seed, swapped=True)
-    with pytest.raises(CollectiveError):
-        meet(3, seed, leaves=True)
+        assert got == [([0, 1, 2], torch.rand(())) for _ in range(2)], "their own numbers"
+    for names in ("ba", "a"):
+        with pytest.raises(CollectiveError):
+            meet(names, seed)
 
 
 # What the states of a rank take.
@@ -245,14 +239,10 @@ def test_each_rank_sums_its_part_with_those_that_have_it_too(hosts: int) -> None
 
 
 def test_a_network_is_among_what_bounds_a_step() -> None:
-    bounds = planned(2, SLOW_GB_S)["plan"]["bounds"]
-    assert next(iter(bounds)) == "network" and bounds["network"] > 0.5
-    assert planned(2)["plan"]["bounds"]["network"] < 0.05
-    assert "network" not in planned(1)["plan"]["bounds"]
-
-
-def test_what_is_assumed_is_said() -> None:
     assumed = planned(2)
     given = planned(2, assumed["plan"]["network_gb_s"])
     assert assumed["step_s"] == pytest.approx(given["step_s"])
     assert assumed["plan"]["network_is_assumed"] and not given["plan"]["network_is_assumed"]
+    slow, fast, none = (planned(*of)["plan"]["bounds"] for of in ((2, SLOW_GB_S), (2,), (1,)))
+    assert next(iter(slow)) == "network" and slow["network"] > 0.5
+    assert fast["network"] < 0.05 and "network" not in none

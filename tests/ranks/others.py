@@ -1,7 +1,6 @@
-"""The loops of others under torchrun: `torchrun ... -m tests.torchrun_loops LOOP FOLDER cpu|cuda`.
+"""The loops of other packages: Trainer, Accelerate, Lightning.
 
-Each rank trains a model on rows of its own, once in each way, and saves what it has found into
-`FOLDER/RANK`:
+Each rank trains a model on rows of its own, once in each way:
 
     plain            without megacompile
     ddp              megacompiled; the loop puts a DistributedDataParallel around it
@@ -16,27 +15,26 @@ On GPUs the last two are run alone.
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megacompile import megacompile, schedules
-from tests.ranks.here import Values, whole
+from tests.ranks.here import Check, Here, Values, differing, same_in_all, whole
 
 STEPS, SAVED = 4, 2
 MICRO = 2  # batches of a step
 WIDTH = 8
 WORLD = 2
 LR = 0.01
+HEAD = "lm_head.weight"  # another name of the embedding
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -126,6 +124,8 @@ class Job:
     device: str
     losses: list[float] = field(default_factory=list)
     saved: Values = field(default_factory=dict)  # when it was saved
+    values: Values = field(default_factory=dict)  # in the end
+    states: list[Values] = field(default_factory=list)
 
     @property
     def saves(self) -> bool:
@@ -267,47 +267,125 @@ LOOPS: dict[str, Callable[[Job], Any]] = {
 }
 
 
-def made(name: str, way: str, folder: Path, device: str) -> Job:
+def made(name: str, way: str, here: Here) -> Job:
     torch.manual_seed(way == "resumes")
     if way in ("saves", "resumes"):  # who resumes in Lightning begins at the first batch
-        job = Job(way, tied(), Tokens(2 if name == "lightning" else 64), folder, device)
+        data = Tokens(2 if name == "lightning" else 64)
+        job = Job(way, tied(), data, here.folder, here.device)
     else:
         model = Normed() if name == "lightning" else Classifier()
-        job = Job(way, model, Rows(), folder, device)
+        job = Job(way, model, Rows(), here.folder, here.device)
     if way in ("mesh", "saves", "resumes"):
-        megacompile(job.model, mesh=init_device_mesh(device, (WORLD,)))
+        megacompile(job.model, mesh=here.mesh)
     elif way == "ddp":
         megacompile(job.model)
     return job
 
 
-def main(name: str, folder: Path, device: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
-    ways = ["plain", "ddp", "mesh"] if device == "cpu" else []
-    ways += ["model parallel"] if ways and name == "lightning" else []
-    found = {}
-    for way in [*ways, "saves", "resumes"]:
-        job = made(name, way, folder, device)
-        optimizer = LOOPS[name](job)
-        assert is_shared(job.model) == (way not in ("plain", "ddp"))
-        assert len(schedules(job.model)) > 0 if way != "plain" else True
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        states = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in params]
-        found[way] = {
-            "losses": job.losses,
-            "values": values(job.model),
-            "states": states,
-            "saved": job.saved,
-        }
-    torch.save(found, folder / os.environ["RANK"])
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def run(name: str, way: str, here: Here) -> Job:
+    """A loop, and what it leaves."""
+    job = made(name, way, here)
+    optimizer = LOOPS[name](job)
+    assert is_shared(job.model) == (way not in ("plain", "ddp"))
+    assert way == "plain" or schedules(job.model)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    job.states = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in params]
+    job.values = values(job.model)
+    return job
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+def check(name: str) -> Check:
+    """It trains as without megacompile, and resumes from what it saves in every bit."""
+
+    def trains_and_resumes(here: Here) -> None:
+        if here.device == "cuda":
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+            torch.use_deterministic_algorithms(True)
+        else:
+            plain = run(name, "plain", here)
+            for way in ("ddp", "mesh", *["model parallel"] * (name == "lightning")):
+                ours = run(name, way, here)
+                as_plain(way, plain, ours)
+                same_in_all(here, without_buffers(ours.values))
+                said = here.all_say(ours.losses)
+                assert said[0] != said[1] or name == "trainer", "rows of its own"
+        first, again = run(name, "saves", here), run(name, "resumes", here)
+        assert not differing(first.values, again.values)
+        assert len(first.states) == len(first.values.keys() - {HEAD})
+        for mine, theirs in zip(first.states, again.states, strict=True):
+            assert mine.keys() == {"step", "exp_avg", "exp_avg_sq"} and not differing(mine, theirs)
+        assert differing(first.saved, first.values), "two steps lie between"
+        if here.rank == 0:
+            FILES[name](here.folder, first.saved, first.values)
+
+    return trains_and_resumes
+
+
+def without_buffers(values: Values) -> Values:
+    """Where no DistributedDataParallel sends them, or none has since, they are a rank's own."""
+    return {name: value for name, value in values.items() if "running" not in name}
+
+
+def as_plain(way: str, plain: Job, ours: Job) -> None:
+    """Losses, parameters and buffers are the plain ones."""
+    assert len(plain.losses) >= STEPS
+    near = 0.0 if way == "ddp" else 1e-5
+    assert ours.losses == pytest.approx(plain.losses, rel=near, abs=0.0)
+    a, b = ours.values, plain.values
+    if way == "model parallel":
+        a, b = without_buffers(a), without_buffers(b)
+    assert not differing(a, b, near)
+
+
+# The files hold all of each tensor, and a plain model loads them.
+
+
+def pretrained(folder: Path) -> Values:
+    """What `from_pretrained()` finds."""
+    from transformers import Qwen2ForCausalLM
+
+    model, said = Qwen2ForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(said.values()), said
+    return dict(model.state_dict())
+
+
+def whole_states(found: Any, values: Values) -> bool:
+    """Has an optimizer's state dict all of each moment, as a plain optimizer loads it?"""
+    moments = [state[key] for state in found["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    shapes = sorted(tuple(moment.shape) for moment in moments)
+    expected = [tuple(value.shape) for name, value in values.items() if name != HEAD]
+    return {type(moment) for moment in moments} == {Tensor} and shapes == sorted(2 * expected)
+
+
+def of_trainer(folder: Path, saved: Values, last: Values) -> None:
+    for step, values in ((SAVED, saved), (STEPS, last)):
+        checkpoint = folder / "out" / f"checkpoint-{step}"
+        assert not differing(pretrained(checkpoint), values)
+        assert whole_states(torch.load(checkpoint / "optimizer.pt"), saved)
+    assert not differing(pretrained(folder / "model"), last)
+
+
+def of_accelerate(folder: Path, saved: Values, last: Values) -> None:
+    from safetensors.torch import load_file
+
+    for at, values in (("state", saved), ("model", last)):
+        found = load_file(folder / at / "model.safetensors")
+        assert differing(found, values) == [f"only in one: {HEAD}"]
+    assert not differing(pretrained(folder / "pretrained"), last)
+    assert whole_states(torch.load(folder / "state" / "optimizer.bin"), saved)
+
+
+def of_lightning(folder: Path, saved: Values, last: Values) -> None:
+    for step, values in ((SAVED, saved), (STEPS, last)):
+        found = torch.load(folder / "out" / f"step={step}.ckpt", weights_only=False)
+        ours = {name.removeprefix("model."): v for name, v in found["state_dict"].items()}
+        assert not differing(ours, values)
+        assert whole_states(found["optimizer_states"][0], saved)
+
+
+FILES: dict[str, Callable[[Path, Values, Values], None]] = {
+    "trainer": of_trainer,
+    "accelerate": of_accelerate,
+    "lightning": of_lightning,
+}
+PARTS: dict[str, dict[str, Check]] = {name: {"trains, resumes": check(name)} for name in LOOPS}

@@ -1,42 +1,35 @@
-"""Ranks that share a model with float8 layers: `torchrun ... -m tests.float8_ranks FOLDER`.
+"""Ranks that share a model with float8 layers, next to one process with the rows of all.
 
-Each rank saves, by recipe and by how it updates, the losses that it had, and in the end the whole
-gradients and parameters.
+A scale of the whole weight is not that of a rank's rows: a loss has its every bit.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
     precompute_float8_dynamic_scale_for_fsdp,
 )
 
 from megacompile import accumulate, megacompile
 from tests.models.test_float8 import IDS, RECIPES, adamw, decoder
-from tests.ranks.here import whole
+from tests.ranks.here import Check, Here, differing, whole
 
 WORLD = 2
-WAYS = ("exact", "in the backward")
 
 
 def batches(rank: int) -> list[Tensor]:
     return list(IDS[rank::WORLD])
 
 
-def trained(model: nn.Module, way: str, rank: int, mesh: Any) -> dict[str, Any]:
+def trained(model: nn.Module, here: Here, *, in_backward: bool) -> dict[str, Any]:
     optimizer = adamw(model)
-    given: dict[str, Any] = {"optimizer": optimizer} if way != "exact" else {}
-    megacompile(model, mesh=mesh, device="cpu", lowering="eager", **given)
-    first, last = batches(rank)
+    given: dict[str, Any] = {"optimizer": optimizer} if in_backward else {}
+    megacompile(model, mesh=here.mesh, device="cpu", lowering="eager", **given)
+    first, last = batches(here.rank)
     with accumulate(model) if given else nullcontext():
         losses = [backward(model, first)]
     losses.append(backward(model, last))
@@ -78,19 +71,20 @@ def alone(recipe: str) -> dict[str, Any]:
     return {"losses": losses, "grads": grads_of_all, "params": found(model)}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (WORLD,))
-    results = {
-        (recipe, way): trained(decoder(recipe, emulate=True), way, rank, mesh)
-        for recipe in RECIPES
-        for way in WAYS
-    }
-    torch.save(results, folder / str(rank))
-    dist.destroy_process_group()
+def scales_by_whole_weights(recipe: str) -> Check:
+
+    def as_alone(here: Here) -> None:
+        expected = alone(recipe)
+        exact, updated = (
+            trained(decoder(recipe, emulate=True), here, in_backward=way) for way in (False, True)
+        )
+        for losses in (exact["losses"], updated["losses"]):
+            assert all(map(torch.equal, losses, expected["losses"][here.rank]))
+        for kind in ("grads", "params"):
+            assert not differing(exact[kind], expected[kind]), kind
+        torch.testing.assert_close(updated["params"], expected["params"], rtol=1e-2, atol=1e-3)
+
+    return as_alone
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+TWO: dict[str, Check] = {recipe: scales_by_whole_weights(recipe) for recipe in RECIPES}
