@@ -212,9 +212,6 @@ class Adversary(Streams):
             while self.queues[stream]:
                 assert self._step(), "deadlock: each stream waits for another"
 
-    def wait_on_compute(self, event: Any) -> None:
-        event.synchronize()  # the caller's stream is the host
-
     def wait_for(self, handle: Handle) -> None:
         for work in events_of([handle]):
             work.synchronize()
@@ -499,9 +496,6 @@ class LateExecutor(Executor):
             return result
 
         return run
-
-    def _defer(self, value: Any, event: Any) -> None:
-        event.synchronize()
 
     @property
     def device(self) -> Adversary:

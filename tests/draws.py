@@ -16,17 +16,23 @@ def drawn(always: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     return [*always, *(pytest.param(value, marks=pytest.mark.thorough) for value in others)]
 
 
-def examples(
-    use: Callable[..., None], *drawn: st.SearchStrategy[Any], count: int, seed: int, shrink: bool
-) -> None:
-    """Call a function with at most so many draws, by the seed; `shrink` what raises."""
-    settings = hypothesis.settings(
+def settings(count: int, *, shrink: bool = False, **more: Any) -> hypothesis.settings:
+    """So many draws, which are the same each time; `shrink` what raises."""
+    return hypothesis.settings(
         max_examples=count,
         deadline=None,
         database=None,
         phases=[hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])],
         suppress_health_check=list(hypothesis.HealthCheck),
+        **more,
     )
+
+
+def examples(
+    use: Callable[..., None], *drawn: st.SearchStrategy[Any], count: int, seed: int, shrink: bool
+) -> None:
+    """Call a function with at most so many draws, by the seed."""
+    made = settings(count, shrink=shrink)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hypothesis.seed(seed)(settings(hypothesis.given(*drawn)(use)))()
+        hypothesis.seed(seed)(made(hypothesis.given(*drawn)(use)))()

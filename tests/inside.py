@@ -43,11 +43,6 @@ def has_cpp_compiler() -> bool:
     return compat.has_cpp_compiler()
 
 
-def has_processes() -> bool:
-    """True if processes compile for this one."""
-    return compile_pool._pool is not None
-
-
 def start_processes() -> None:
     """Let processes compile for this one, as on a GPU."""
     compile_pool.start(torch.device("cpu"))

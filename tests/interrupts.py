@@ -9,13 +9,11 @@ these call, but for those of the adversarial device.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dis
 import functools
 import itertools
 import pathlib
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
@@ -29,14 +27,11 @@ _PACKAGES = tuple(
 )
 
 
-Place = tuple[str, int]  # a function, and one of the places of an interrupt that it passes, from 1
-
-
 class Places:
-    """Counts the places of an interrupt that our code passes, by function, and interrupts at one.
+    """Counts the places of an interrupt that our code passes, and interrupts at one.
 
     Args:
-        stop_at: that one; None: nowhere.
+        stop_at: that one, from 1; 0: nowhere.
         files: the names of those that count, without .py; none: all of ours.
 
     Attributes:
@@ -44,13 +39,10 @@ class Places:
         stopped: where it was interrupted; "" if it was not.
     """
 
-    def __init__(self, stop_at: Place | int | None = None, *files: str) -> None:
-        """`stop_at` as a number: the place that is passed as the n-th, from 1."""
-        self.counts: collections.Counter[str] = collections.Counter()
+    def __init__(self, stop_at: int, *files: str) -> None:
         self.stop_at, self.files = stop_at, files
         self.passed = 0
         self.stopped = ""
-        self._names: dict[CodeType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         del arg
@@ -59,11 +51,11 @@ class Places:
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode" and frame.f_lasti in _places(frame.f_code):
-            name = self._name(frame.f_code)
-            self.counts[name] += 1
             self.passed += 1
-            if self.stop_at in (self.passed, (name, self.counts[name])):
-                self.stopped = f"{name}, line {frame.f_lineno}, opcode {frame.f_lasti}"
+            if self.passed == self.stop_at:
+                code = frame.f_code
+                place = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+                self.stopped = f"{place}, opcode {frame.f_lasti}"
                 raise KeyboardInterrupt(self.stopped)
         return self
 
@@ -71,19 +63,6 @@ class Places:
         if code.co_name == "__del__":  # Python ignores what it raises
             return False
         return not self.files or pathlib.Path(code.co_filename).stem in self.files
-
-    def _name(self, code: CodeType) -> str:
-        if code not in self._names:
-            place = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-            self._names[code] = place
-        return self._names[code]
-
-    def any(self, rng: random.Random) -> Place:
-        """One that was counted: each file is as likely as any other, and each function in it."""
-        files = sorted({name.partition(":")[0] for name in self.counts})
-        file = rng.choice(files)
-        name = rng.choice(sorted(name for name in self.counts if name.partition(":")[0] == file))
-        return name, rng.randint(1, self.counts[name])
 
 
 @functools.cache
@@ -150,25 +129,3 @@ def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
 
     with profiled(profile):
         yield
-
-
-class Countdown:
-    """Lets the nth call of a function fail; counts them."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.calls = 0
-
-    @contextlib.contextmanager
-    def failing(self, nth: int = -1, error: BaseException | None = None) -> Iterator[None]:
-        """Of the calls in this block; without `nth`, none."""
-        self.calls = 0
-
-        def look(frame: FrameType) -> None:
-            del frame
-            self.calls += 1
-            if self.calls - 1 == nth and error is not None:
-                raise error
-
-        with watched({self.function: look}):
-            yield

@@ -134,19 +134,16 @@ def _erase(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _drop(schedule: Schedule, rng: random.Random, *targets: Callable[..., Any]) -> str:
-    node = rng.choice(_inside(schedule, *targets))
+def drop_update(schedule: Schedule, rng: random.Random) -> str:
+    """Or what returns it to the host."""
+    node = rng.choice(_inside(schedule, *_UPDATES, ops.offload_state))
     text = f"{ops.label(node)} {node.name} is left out"
     _erase(node)
     return text
 
 
-def drop_update(schedule: Schedule, rng: random.Random) -> str:
-    return _drop(schedule, rng, *_UPDATES)
-
-
 def update_again(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, ops.update_host, ops.update_resident))
+    node = rng.choice(_inside(schedule, ops.update_host, ops.update_resident, ops.offload_state))
     with node.graph.inserting_after(node):
         again = node.graph.node_copy(node)
     if rng.random() < 0.5:
@@ -242,24 +239,6 @@ def help_with(schedule: Schedule, rng: random.Random) -> str:
     return f"{ops.label(node)} is to help with {other.name}"
 
 
-def help_early(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, ops.help_host))
-    goal = rng.choice(_inside(schedule, ops.update_host))
-    goal.prepend(node)
-    return f"{ops.label(node)} is issued before {goal.name}"
-
-
-def drop_offload(schedule: Schedule, rng: random.Random) -> str:
-    return _drop(schedule, rng, ops.offload_state)
-
-
-def offload_again(schedule: Schedule, rng: random.Random) -> str:
-    node = rng.choice(_inside(schedule, ops.offload_state))
-    with node.graph.inserting_after(node):
-        node.graph.node_copy(node)
-    return f"{ops.label(node)} {node.name} comes twice"
-
-
 def _of_any_graph(edit: mutants.Edit) -> Edit:
     def made(schedule: Schedule, rng: random.Random) -> str:
         return edit(schedule, rng.choice(list(schedule.graphs.values())), rng)
@@ -273,7 +252,7 @@ EDITS: dict[str, Edit] = {
     for edit in (
         *(other_token, token_of_another, drop_returned, return_another, drop_update),
         *(update_again, reorder, elsewhere, keep_elsewhere, leave_another, leave_less),
-        *(free_at_once, help_with, help_early, drop_offload, offload_again),
+        *(free_at_once, help_with),
         *map(_of_any_graph, mutants.EDITS),
     )
 }

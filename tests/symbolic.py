@@ -48,40 +48,47 @@ class Crash(Exception):
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A value with one cell: an activation, a saved tensor, a generator's state, norms."""
+class Value:
+    """What a name stands for."""
 
+    def cells(self) -> tuple[int, ...]:
+        """Its memory, which goes with its last name."""
+        return ()
+
+
+NOTHING = Value()
+
+
+@dataclass(frozen=True)
+class Held(Value):
     cell: int
 
     def cells(self) -> tuple[int, ...]:
         return (self.cell,)
 
 
+class Tensor(Held):
+    """An activation, a saved tensor, a generator's state, norms."""
+
+
 @dataclass(frozen=True)
-class Copy:
+class Copy(Held):
     """A saved tensor's copy on the host, or on a disk."""
 
-    cell: int
     on_disk: bool = False
     once: bool = False  # its buffer is free behind the fetch
 
-    def cells(self) -> tuple[int, ...]:
-        return (self.cell,)
-
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(Value):
     """Views of a slot."""
 
     slot: int
     bucket: Bucket
 
-    def cells(self) -> tuple[int, ...]:
-        return ()
-
 
 @dataclass(frozen=True)
-class Group:
+class Group(Value):
     """Gradients of a bucket's parameters."""
 
     key: int
@@ -92,35 +99,26 @@ class Group:
 
 
 @dataclass(frozen=True)
-class States:
+class States(Held):
     """A buffer for a bucket's new parameters and states."""
 
     bucket: Bucket
-    cell: int
-
-    def cells(self) -> tuple[int, ...]:
-        return (self.cell,)
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(Value):
     """An update that the host makes."""
 
     key: int
 
-    def cells(self) -> tuple[int, ...]:
-        return ()
-
 
 T = TypeVar("T")
-Value = Tensor | Copy | Weights | Group | States | Update | None
 Lane = Stream | int  # what runs in order: a stream, or one op of a stream that is not in order
 Done = tuple[Lane, int]  # a lane has come so far
 
 
 @dataclass(eq=False)
 class Step:
-    label: str
     stream: Stream
     run: Run
     waits: tuple[Done, ...] = ()  # how far other lanes must have come
@@ -219,12 +217,11 @@ class Layout:
         """What an earlier schedule may still do when this one starts."""
         held = {node.args[1].index for node in ops.nodes_of(self.graph, ops.reuse)}  # type: ignore[union-attr]
         lost = [cell for index, cell in self.slots.items() if index not in held]
-        self._queue(Stream.COMPUTE, "EARLIER", fills(lost, POISON), ())
+        self._queue(Stream.COMPUTE, fills(lost, POISON), ())
 
     def _queue(
         self,
         stream: Stream,
-        label: str,
         run: Run,
         waits: tuple[Done, ...],
         *,
@@ -234,7 +231,7 @@ class Layout:
         lane: Lane = stream if in_order else len(self.queues)
         waits = (*waits, *self.host_waits)
         queue = self.queues.setdefault(lane, [])
-        queue.append(Step(label, stream, run, waits, release))
+        queue.append(Step(stream, run, waits, release))
         return lane, len(queue)
 
     def _clip(self) -> None:
@@ -246,7 +243,7 @@ class Layout:
             cells[made] = term("clip", *(cells[cell] for cell in norms))
 
         waits = tuple(done for (_, part), done in self.tokens.items() if part is Part.GRADIENTS)
-        self.host_waits = (self._queue(Stream.HOST, "CLIP", run, waits),)
+        self.host_waits = (self._queue(Stream.HOST, run, waits),)
 
     def _put(self, cells: Cells, into: int, content: int) -> None:
         """Write to memory that was there before."""
@@ -267,7 +264,7 @@ class Layout:
     def _input(self, node: fx.Node, earlier: Layout) -> None:
         token = token_of(node)
         if token is not None:
-            self.values[node] = None
+            self.values[node] = NOTHING
             if token.place in self.tokens:
                 self.place[node] = self.tokens[token.place]
             return
@@ -276,11 +273,11 @@ class Layout:
             self._bind(node, value)
             if done is not None:
                 self.place[node] = done
-            for cell in value.cells() if value is not None else ():
+            for cell in value.cells():
                 self.owners[cell].discard(name)
             return
         if self.skips:  # another step has taken it
-            self.values[node] = None
+            self.values[node] = NOTHING
             return
         if self.name != "forward" and not node.name.removeprefix("t").isdigit():
             raise Crash(f"nobody gives {node.name}")
@@ -296,7 +293,7 @@ class Layout:
 
     def _bind(self, node: fx.Node, value: Value) -> None:
         self.values[node] = value
-        for cell in value.cells() if value is not None else ():
+        for cell in value.cells():
             self.owners.setdefault(cell, set()).add(node)
 
     def get(self, node: Any) -> Value:
@@ -347,23 +344,23 @@ class Layout:
             if value not in self.tuples:
                 self.get(value)
         if self._skipped(node):
-            self.values[node] = None
+            self.values[node] = NOTHING
             return
         waits = tuple(
             self.place[value]
             for value in node.all_input_nodes
             if value in self.place and node.target not in (ops.defer_free, ops.help_host)
         )
-        carry_out: Any = getattr(self, f"_{op.name}")
-        given: Any = node.kwargs.get("after", ()) or ()
         if node.target in (ops.free, ops.defer_free):
-            carry_out(node, node.args[0], tuple(self.place[n] for n in given if n in self.place))
+            given: Any = node.kwargs.get("after", ()) or ()
+            after = tuple(self.place[n] for n in given if n in self.place)
+            self._release(node, node.args[0], after)
             return
-        run, result = carry_out(*node.args)
-        self.place[node] = self._queue(op.stream, ops.label(node), run, waits)
+        run, result = getattr(self, f"_{op.name}")(*node.args)
+        self.place[node] = self._queue(op.stream, run, waits)
         if isinstance(result, tuple):
             self.tuples[node] = result
-            self.values[node] = None
+            self.values[node] = NOTHING
         else:
             self._bind(node, result)
 
@@ -384,38 +381,27 @@ class Layout:
 
     # Lifetimes.
 
-    def _free(self, node: fx.Node, value: Any, after: tuple[Done, ...]) -> None:
-        self._release(node, value, after, ())
-
-    def _defer_free(self, node: fx.Node, value: Any, after: tuple[Done, ...]) -> None:
-        self._release(node, value, (), after)
-
-    def _release(
-        self, node: fx.Node, value: Any, waits: tuple[Done, ...], kept_for: tuple[Done, ...]
-    ) -> None:
+    def _release(self, node: fx.Node, value: Any, after: tuple[Done, ...]) -> None:
         found = self.get(value)
         self.gone.add(value)
-        for cell in found.cells() if found is not None else ():
+        waits, kept_for = (after, ()) if node.target is ops.free else ((), after)
+        for cell in found.cells():
             self.deferred[cell] = (*self.deferred.get(cell, ()), *kept_for)
-        self.place[node] = self._frees(f"del {value.name}", self._drop(value), waits)
+        self.place[node] = self._frees(self._drop(value), waits)
 
-    def _frees(self, label: str, lost: list[int], waits: tuple[Done, ...]) -> Done:
+    def _frees(self, lost: list[int], waits: tuple[Done, ...]) -> Done:
         """Memory goes: at once, or, where it is deferred, when that allows."""
         at_once = [cell for cell in lost if not self.deferred.get(cell)]
-        where = self._queue(Stream.COMPUTE, label, fills(at_once, FREED), waits, release=True)
+        where = self._queue(Stream.COMPUTE, fills(at_once, FREED), waits, release=True)
         self.defers += [((where, *self.deferred[c]), [c]) for c in lost if c not in at_once]
         return where
-
-    def _cells(self, node: fx.Node) -> tuple[int, ...]:
-        value = self.values[node]
-        return value.cells() if value is not None else ()
 
     def _drop(self, node: fx.Node) -> list[int]:
         """The cells that a name was the last one of."""
         lost: list[int] = []
         if isinstance(self.values[node], Copy):
             return lost  # who works on it has it too
-        for cell in self._cells(node):
+        for cell in self.values[node].cells():
             names = self.owners[cell]
             if node in names:
                 names.discard(node)
@@ -433,7 +419,7 @@ class Layout:
             self._hand_tokens(returned[-1])
         outputs: list[fx.Node] = []
         fx.map_arg(returned[0] if self.name != "update" else (), outputs.append)
-        self.outputs = [cell for node in outputs for cell in self._cells(node)]
+        self.outputs = [cell for node in outputs for cell in self.values[node].cells()]
         for cell in self.outputs:
             self.owners[cell].add(self.graph.output_node())  # the user keeps it
         handed: list[fx.Node] = [n for n in self.values if self._key(n) in self.skips]
@@ -445,7 +431,7 @@ class Layout:
             if node not in nodes and node not in self.gone and node not in handed
             for cell in self._drop(node)
         ]
-        self._frees("return", lost, ())
+        self._frees(lost, ())
 
     def _hand_tokens(self, nodes: Any) -> None:
         for node in nodes:

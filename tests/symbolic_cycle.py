@@ -11,6 +11,7 @@ on top.
 from __future__ import annotations
 
 import enum
+import heapq
 import random
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ class _Op:
     """A step of a lane, and what must be done before it, by the numbers of ops."""
 
     step: Step
-    lane: int
     waits: tuple[int, ...]  # the ops that it waits for, and the one before it on its lane
 
 
@@ -88,7 +88,7 @@ class Cycle:
                     before = [place[lane, at[i] - 1]] if at[i] > 1 else []
                     waits = tuple({*(place[done] for done in step.waits), *before})
                     place[lane, at[i]] = len(self.ops)
-                    self.ops.append(_Op(step, i, waits))
+                    self.ops.append(_Op(step, waits))
                     moved = True
         if any(n < len(queue) for n, (_, queue) in zip(at, lanes, strict=True)):
             raise Crash("deadlock")
@@ -100,18 +100,13 @@ class Cycle:
         """What can be seen at the end if, of the ops that can run, the lowest rank is next."""
         cells: Cells = list(self.initial)
         missing = [len(op.waits) for op in self.ops]
-        behind = self._behind
         kept = [len(needed) for needed, _ in self.needed]
-        ready = [n for n, count in enumerate(missing) if not count]
-        ready.sort(key=ranks)
-        releases = sum(self.ops[n].step.release for n in ready)
+        keys = [(not op.step.release, ranks(n), n) for n, op in enumerate(self.ops)]
+        ready = [keys[n] for n, count in enumerate(missing) if not count]
+        heapq.heapify(ready)
         count = 0
         while ready:
-            at = 0
-            if releases:
-                at = next(i for i, n in enumerate(ready) if self.ops[n].step.release)
-                releases -= 1
-            n = ready.pop(at)
+            n = heapq.heappop(ready)[-1]
             self.ops[n].step.run(cells)
             count += 1
             for k in self._keeps.get(n, ()):
@@ -119,15 +114,10 @@ class Cycle:
                 if not kept[k]:
                     for cell in self.needed[k][1]:
                         cells[cell] = FREED
-            for later in behind[n]:
+            for later in self._behind[n]:
                 missing[later] -= 1
                 if not missing[later]:
-                    rank = ranks(later)
-                    at = 0
-                    while at < len(ready) and ranks(ready[at]) <= rank:
-                        at += 1
-                    ready.insert(at, later)
-                    releases += self.ops[later].step.release
+                    heapq.heappush(ready, keys[later])
         assert count == len(self.ops)
         return {key: cells[cell] for key, cell in self.seen_cells}
 
@@ -205,7 +195,7 @@ class _Elsewhere(Machine):
             self._copies_of(bucket.key)
         streamed = [b.key for b in schedule.buckets if b.key not in schedule.plan.resident]
         copies = tuple(self.tokens[key, Part.GRADIENTS] for key in streamed)
-        self._queue(Stream.D2H, "ELSEWHERE", lambda cells: None, copies)
+        self._queue(Stream.D2H, lambda cells: None, copies)
 
     def _steps(self, key: int) -> None:
         plan = self.schedule.plan
@@ -220,10 +210,10 @@ class _Elsewhere(Machine):
 
         stream = Stream.COMPUTE if key in plan.resident else Stream.HOST
         both = changes(params) if key in plan.on_disk else changes(params, states)
-        made = self._queue(stream, "ELSEWHERE", both, ())
+        made = self._queue(stream, both, ())
         self.tokens[key, Part.WEIGHTS] = self.tokens[key, Part.STATES] = made
         if key in plan.on_disk:  # they are written behind the update
-            written = self._queue(Stream.WRITE, "ELSEWHERE", changes(states), (made,))
+            written = self._queue(Stream.WRITE, changes(states), (made,))
             self.tokens[key, Part.STATES] = written
 
     def _copies_of(self, key: int) -> None:
@@ -236,5 +226,5 @@ class _Elsewhere(Machine):
         waits = (self.tokens[key, Part.WEIGHTS],)
         resident = key in self.schedule.plan.resident
         stream = Stream.COMPUTE if resident else Stream.HOST  # which is in whatever order
-        done = self._queue(stream, "ELSEWHERE", run, waits)
+        done = self._queue(stream, run, waits)
         self.tokens[key, Part.GRADIENTS] = done

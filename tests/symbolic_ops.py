@@ -9,6 +9,7 @@ from typing import Any
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
 from tests.symbolic import (
+    NOTHING,
     POISON,
     Cells,
     Copy,
@@ -34,10 +35,10 @@ class Machine(Layout):
     """Each op gives what it runs, and its value, by the contracts of `megacompile.ir.ops`."""
 
     def _begin(self) -> Result:
-        return _nothing, None
+        return _nothing, NOTHING
 
     def _drain(self) -> Result:
-        return _nothing, None  # what earlier graphs deferred, no name of this one stands for
+        return _nothing, NOTHING  # what earlier graphs deferred, no name of this one stands for
 
     def _prefetch(self, bucket: Bucket, slot: Any) -> Result:
         into, source = self._slot(slot, bucket), self.persistent["params", bucket.key]
@@ -311,12 +312,12 @@ class Machine(Layout):
         pairs = [(self._host_grad(group.key, i), cell) for i, cell in group.of]
         if norms is not None:
             pairs.append((self.persistent["norms", group.key], self.tensor(norms)))
-        return self._copies(pairs), None
+        return self._copies(pairs), NOTHING
 
     # Updates.
 
     def _alloc_state(self, bucket: Bucket, masters: bool) -> Result:
-        buffer = States(bucket, self.cell())
+        buffer = States(self.cell(), bucket)
         return fills([buffer.cell], POISON), buffer
 
     def _states(self, key: int) -> int:
@@ -325,10 +326,10 @@ class Machine(Layout):
 
     def _read_state(self, bucket: Bucket) -> Result:
         into, source = self._staged(bucket), self.persistent["states", bucket.key]
-        return self._copies([(into, source)]), None
+        return self._copies([(into, source)]), NOTHING
 
     def _write_state(self, bucket: Bucket) -> Result:
-        return self._moved(self.persistent["states", bucket.key], self._staged(bucket)), None
+        return self._moved(self.persistent["states", bucket.key], self._staged(bucket)), NOTHING
 
     def _staged(self, bucket: Bucket) -> int:
         try:
@@ -375,7 +376,7 @@ class Machine(Layout):
         pairs = [(into, cell) for into in host]
         if norms is not None:
             pairs.insert(0, (self.persistent["norms", bucket.key], self.tensor(norms)))
-        return self._copies(pairs), None
+        return self._copies(pairs), NOTHING
 
     # The step, of what lies where it is.
 
@@ -387,7 +388,7 @@ class Machine(Layout):
     def _update_resident(self, bucket: Bucket) -> Result:
         if bucket.key not in self.schedule.plan.resident:
             raise Crash(f"bucket {bucket.label} is on the host")
-        return self._in_place(bucket), None
+        return self._in_place(bucket), NOTHING
 
     def _update_in_place(self, bucket: Bucket, gradients: Any, norms: Any = None) -> Result:
         key, sources = bucket.key, self._every(bucket, gradients)
@@ -403,7 +404,7 @@ class Machine(Layout):
             if taken is not None:
                 cells[into] = cells[taken]
 
-        return run, None
+        return run, NOTHING
 
     def _in_place(self, bucket: Bucket) -> Run:
         key = bucket.key
@@ -422,9 +423,9 @@ class Machine(Layout):
     def _help_host(self, updates: Any) -> Result:
         for update in updates:
             value = self.get(update)
-            if not isinstance(value, Update) and not (value is None and self.skips):
+            if not isinstance(value, Update) and not (value is NOTHING and self.skips):
                 raise Crash(f"{update} is no update of the host")
-        return _nothing, None  # whoever makes an update, it is the same
+        return _nothing, NOTHING  # whoever makes an update, it is the same
 
 
 def _at(cells: Cells, wanted: list[int]) -> list[int]:
