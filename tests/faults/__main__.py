@@ -140,8 +140,9 @@ def _end(run: Run) -> tuple[str, str]:
 
 
 def _results(path: Path | None) -> dict[str, Result]:
-    there = path is not None and path.exists()
-    return {each["fault"]: Result(**each) for each in json.loads(path.read_text())} if there else {}
+    if path is None or not path.exists():
+        return {}
+    return {each["fault"]: Result(**each) for each in json.loads(path.read_text())}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

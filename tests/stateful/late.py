@@ -167,6 +167,9 @@ class Wrapper(Optimizer):
         own = [dict(self.own[p]) for g in self.param_groups for p in g["params"]]
         return {"own": own, "count": self.count, "inner": self.inner.state_dict()}
 
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         params = [p for g in self.param_groups for p in g["params"]]
         self.own.update(zip(params, copy.deepcopy(state_dict["own"]), strict=True))

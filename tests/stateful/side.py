@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from megacompile import accumulate
+from megacompile import accumulate, full_parameters
 from tests.processes import in_child, in_threads
-from tests.stateful.late import Lookahead, ScheduleFree
+from tests.stateful.late import Lookahead, ScheduleFree, Wrapper, may_fail
 from tests.training import through_file
 from tests.zoo import equal
 
@@ -52,19 +54,26 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers of one shape, a head, and a parameter without a use; maybe a graph break."""
+    """Layers of one shape, a head whose matrix is turned, and a parameter without a use.
 
-    def __init__(self, breaks: bool = False) -> None:
+    There may be a graph break: "shared" has a parameter that both graphs use, the backward of
+    "fails" can be made to fail there.
+    """
+
+    def __init__(self, breaks: str = "") -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, 4)
+        self.head.weight = nn.Parameter(self.head.weight.detach().t().contiguous().t())
         self.spare = nn.Linear(2, 2)
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         for i, layer in enumerate(self.layers):
             x = layer(x)
-            if self.breaks and i == 1:
+            if self.breaks == "fails" and i == 1:
+                x = may_fail(x)
+            if self.breaks == "shared" and i == 1:
                 torch._dynamo.graph_break()
                 x = x + self.layers[0].get_parameter("linear.bias")  # which both graphs use
         hidden: Tensor = x.relu()
@@ -72,29 +81,81 @@ class Net(nn.Module):
         return result, hidden
 
 
+EPS = 1e-4  # large, where a gradient is all rounding
 OPTIMIZERS: dict[str, Callable[[list[Any]], Optimizer]] = {
-    "adamw": lambda p: AdamW(p, lr=1e-2, betas=(0.5, 0.9)),
+    "adamw": lambda p: AdamW(p, lr=1e-2, betas=(0.5, 0.9), eps=EPS),
     "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.5),
-    "adam, amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "adam, amsgrad": lambda p: Adam(p, lr=1e-2, eps=EPS, amsgrad=True, weight_decay=0.1),
     "sgd, plain": lambda p: SGD(p, lr=0.05),
-    "adam, tensor lr": lambda p: Adam(p, lr=torch.tensor(1e-3), maximize=True, foreach=False),
-    "lookahead": lambda p: Lookahead(AdamW(p, lr=1e-2)),
+    "adam, tensor lr": lambda p: Adam(
+        p, lr=torch.tensor(1e-3), eps=EPS, maximize=True, foreach=False
+    ),
+    "lookahead": lambda p: Lookahead(AdamW(p, lr=1e-2, eps=EPS)),
     "schedule free": lambda p: ScheduleFree(SGD(p, lr=0.05, momentum=0.9)),
-    "rmsprop": lambda p: RMSprop(p, lr=1e-3, momentum=0.9),
+    "rmsprop": lambda p: RMSprop(p, lr=1e-3, eps=EPS, momentum=0.9),
 }
 EXTRAS = ("", "penalty", "penalty first", "head", "view", "twice", "reentrant", "other")
 HOOKS = ("tensor", "post accumulate", "node", "node before", "takes away")
 WRITES = ("in place", "data", "new data", "through data", "init", "foreach", "numpy", "part")
 USES = (
     *("value", "sum", "numpy", "data", "item", "grad", "state_dict", "saved", "deepcopy", "stack"),
-    *("lerp", "foreach", "vector", "layer"),
+    *("lerp", "foreach", "vector", "layer", "capsule", "exported", "protocol", "array", "storage"),
+    "full",
 )
 ALIASES = (
     *("detach", "data", "view", "numpy", "capsule", "state_dict", "state"),
     *("grad", "grad data", "grad view", "grad numpy"),
 )
-GRADIENTS = ("set", "scaled", "in place", "through data", "none", "swapped", "zeros", "flat")
+GRADIENTS = ("set", "scaled", "in place", "through data", "none", "swapped", "turned", "flat")
 STATES = ("scaled", "set", "deleted", "through view")
+
+
+# What no step can go on from: of which optimizers, an option or a state, its name, and what it is
+# instead (None: it is left out).
+Bad = tuple[tuple[type[Optimizer], ...], str, Callable[[Any], Any] | None]
+ADAMS = (AdamW, Adam)
+BAD: dict[str, Bad] = {
+    "lr is text": ((*ADAMS, SGD), "lr", lambda _: "0.1"),
+    "momentum is text": ((SGD,), "momentum", lambda _: "0.9"),
+    "one beta": (ADAMS, "betas", lambda betas: betas[:1]),
+    "beta above 1": (ADAMS, "betas", lambda betas: (0.9, 1.5)),
+    "no eps": (ADAMS, "eps", None),
+    "amsgrad later": ((AdamW,), "amsgrad", lambda _: True),
+    "one element": (ADAMS, "exp_avg_sq", lambda t: t[:1, :1] + 0),
+    "flat": ((SGD,), "momentum_buffer", lambda t: t.flatten()),
+    "a part": (ADAMS, "exp_avg", lambda t: t[:3] + 0),
+    "max": ((Adam,), "max_exp_avg_sq", lambda t: t[0] + 0),
+    "a list": (ADAMS, "exp_avg", lambda t: t.tolist()),
+    "whole numbers": (ADAMS, "exp_avg", lambda t: t.long()),
+    "no exp_avg_sq": (ADAMS, "exp_avg_sq", None),
+    "two steps": (ADAMS, "step", lambda t: t.expand(2).clone()),
+}
+BAD_FOR_TORCH: dict[str, Bad] = {  # whose own step makes the update
+    "float64": (ADAMS, "exp_avg", lambda t: t.double()),
+    "tensor lr": (ADAMS, "lr", lambda _: torch.tensor(0.1)),
+}
+
+
+@contextlib.contextmanager
+def spoilt(optimizer: Optimizer, param: Tensor, bad: Bad) -> Iterator[bool]:
+    """For its duration one of these is so; gives if it can be."""
+    kinds, name, change = bad
+    groups = [g for g in optimizer.param_groups if any(p is param for p in g["params"])]
+    group = groups[0] if groups else {}
+    holder = group if name in group else optimizer.state.get(param, {})
+    able = type(optimizer) in kinds and name in holder
+    was, others = holder.get(name), dict(holder)
+    if able and change is None:
+        del holder[name]
+    elif able and change is not None:
+        holder[name] = change(was)
+        if name == "lr" and isinstance(holder[name], Tensor):
+            holder["foreach"] = True
+    try:
+        yield able
+    finally:
+        holder.clear()
+        holder.update(others)
 
 
 class Planted(Exception):
@@ -152,12 +213,12 @@ class Side:
         found: list[nn.Parameter] = [p for n, p in named if not n.startswith("spare")]
         return found[number % len(found)]
 
-    def shape(self) -> list[Any]:
+    def shape(self, *, buffers: bool = True) -> list[Any]:
         found: list[Any] = [(n, p.detach().clone()) for n, p in self.model.named_parameters()]
         if self.updates is None:
             every = [*self.params.values(), self.other]
             found += [None if p.grad is None else p.grad.clone() for p in every]
-        found += [buffer.clone() for buffer in self.model.buffers()]
+        found += [buffer.clone() for buffer in self.model.buffers() if buffers]
         found += [copy.deepcopy(each.state_dict()) for each in self.optimizers]
         found += [copied(alias) for alias in [self.other, *self.aliases]]
         return [*found, *map(list, self.seen)]
@@ -234,10 +295,12 @@ class Side:
             behind = where == "behind"
             register = at.register_post_accumulate_grad_hook if behind else at.register_hook
             handle = register(raise_planted)
+            had = [p for p in self.params.values() if p.grad is not None]
             try:
                 loss.backward()
             finally:
                 handle.remove()
+                assert self.hooks or all(p.grad is not None for p in had)
         if where in ("pre hook", "post hook"):
             of: Any = self.optimizers[0]
             before = where == "pre hook"
@@ -253,7 +316,7 @@ class Side:
 
     # --- steps
 
-    def whole_step(self, seed: int, micro: int) -> list[Any]:
+    def whole_step(self, seed: int, micro: int, wrapped: bool = False) -> list[Any]:
         """Of some micro-batches, of which all but the last are marked."""
         found = []
         for k in range(micro):
@@ -262,9 +325,18 @@ class Side:
             with accumulate(self.model) if marks else contextlib.nullcontext():
                 total.backward()
             found.append(total.detach().clone())
-        self.optimizers[0].step()
+        (Wrapper(self.optimizers[0]) if wrapped else self.optimizers[0]).step()
         self.optimizers[0].zero_grad()
         return found
+
+    def step_of_the_head(self, seed: int) -> None:
+        """By an optimizer of its own, over what was accumulated; and of what is elsewhere."""
+        with accumulate(self.model) if self.compiled else contextlib.nullcontext():
+            self.model(inputs(3, seed))[0].square().mean().backward()
+        self.other.sum().backward()
+        SGD([*self.model.head.parameters(), self.other], lr=0.1).step()
+        self.optimizers[0].zero_grad()
+        self.other.grad = None
 
     def step(self, which: int) -> None:
         self.optimizers[which % len(self.optimizers)].step()
@@ -276,9 +348,11 @@ class Side:
             self.optimizers[0].zero_grad()
             loss: Tensor = self.model(inputs(3, seed))[0].square().mean()
             loss.backward()
+            assert loss.requires_grad
             return loss.detach()
 
-        return [self.optimizers[0].step(closure)]
+        with torch.no_grad():
+            return [self.optimizers[0].step(closure)]
 
     def scaled(self, seed: int, scale: float) -> list[Any]:
         """A step of a scaled loss, which is left out where gradients overflow."""
@@ -376,8 +450,9 @@ class Side:
         param = self.param(number)
         if how == "set":
             param.grad = torch.full_like(param, 0.1)
-        elif how == "zeros":
-            param.grad = torch.zeros_like(param).t() if param.dim() == 2 else None
+        elif how == "turned":
+            there = torch.linspace(-0.1, 0.1, param.numel())
+            param.grad = there.view(*reversed(param.shape)).t() if param.dim() == 2 else None
         elif how == "none" or param.grad is None:
             param.grad = None
         elif how == "scaled":
@@ -431,6 +506,7 @@ class Side:
     def look(self, number: int, use: str) -> list[Any]:
         """Whoever reads waits for what is in flight."""
         param = self.param(number)
+        at = param.storage_offset(), param.shape, param.stride()
         uses: dict[str, Callable[[], Any]] = {
             "value": lambda: param + 0,
             "sum": param.sum,
@@ -444,6 +520,12 @@ class Side:
             "stack": lambda: torch.stack([param, torch.ones_like(param)]),
             "lerp": lambda: torch.ones_like(param).lerp_(param, 0.25),
             "foreach": lambda: list(torch._foreach_mul([param.detach()], 2.0)),
+            "capsule": lambda: LIBRARY.from_dlpack(LIBRARY.utils.dlpack.to_dlpack(param)) + 0,
+            "exported": lambda: LIBRARY.from_dlpack(LIBRARY._C._to_dlpack_versioned(param)) + 0,
+            "protocol": lambda: LIBRARY.from_dlpack(param.detach().__dlpack__()) + 0,
+            "array": lambda: np.asarray(param.detach()).copy(),
+            "storage": lambda: torch.empty(0).set_(param.untyped_storage(), *at) + 0,
+            "full": self.full,
             "vector": lambda: nn.utils.parameters_to_vector(self.model.parameters()),
             "layer": lambda: self.model.layers[number % LAYERS].eval()(inputs(2, 1)),
         }
@@ -451,6 +533,10 @@ class Side:
             found = uses[use]()
         self.model.train()
         return [found]
+
+    def full(self) -> list[Any]:
+        found = full_parameters(self.model) if self.compiled else self.model.named_parameters()
+        return sorted((name, value.detach().clone()) for name, value in found)
 
     def hook(self, number: int, kind: str) -> None:
         """Register one that notes what it sees; some change the gradient."""
@@ -518,15 +604,25 @@ class Side:
         out.square().mean().backward()
         return [[p.detach().clone(), p.grad] for p in other.parameters()]
 
-    def fork(self) -> None:
-        """A child writes to all parameters."""
+    def fork(self) -> list[Any]:
+        """A child reads all parameters, and writes to them."""
 
-        def write() -> None:
+        def use() -> list[Any]:
+            found = [param.detach().clone().numpy() for param in self.model.parameters()]
             with torch.no_grad():
                 for param in self.model.parameters():
                     param.fill_(7.0)
+            return found
 
-        in_child(write)
+        found: list[Any] = in_child(use)
+        return found
+
+    def send(self, by: str) -> None:
+        """To another process, by the megacompiled model alone: a fork would share the memory."""
+        if self.compiled and by == "share_memory()":
+            self.model.share_memory()
+        elif self.compiled:
+            ForkingPickler.dumps(list(self.model.parameters()))
 
 
 def raise_planted(*args: Any) -> Any:
@@ -556,7 +652,9 @@ def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         a, b = a.detach(), b.detach()
         rounded = rtol and a.shape == b.shape and a.is_floating_point()
-        return torch.allclose(a, b, rtol=rtol, atol=rtol) if rounded else equal(a, b)
+        if rounded:
+            return torch.allclose(a, b, rtol=rtol, atol=rtol, equal_nan=True)
+        return equal(a, b)
     if hasattr(a, "__array__") and hasattr(b, "__array__"):
         return same(torch.as_tensor(a), torch.as_tensor(b), rtol)
     return bool(a == b) or bool(rtol and isinstance(a, float) and abs(a - b) <= rtol)

@@ -1,7 +1,7 @@
 """Loops around updates that Inductor compiles: by the host, by the device, and resident.
 
 Equal to the plain loop but for rounding. One captured model of each configuration runs all loops,
-which begin anew; what they do beside eager updates is drawn in `test_training.py`.
+which begin anew; more is drawn in `test_training.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile.errors import BackwardError
 from tests import inside
-from tests.interrupts import traced
-from tests.stateful.late import AtCall, late
+from tests.stateful.late import late
 from tests.zoo import assert_close, twins
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -55,14 +53,6 @@ class Factors(nn.Module):
         return x if skip else x * self.b
 
 
-class Planted(Exception):
-    """What the user's code raises."""
-
-
-def planted(*args: Any) -> Any:
-    raise Planted
-
-
 def adamw(model: Any) -> Optimizer:
     return AdamW(model.parameters(), lr=1e-2)
 
@@ -77,19 +67,6 @@ def steps(model: nn.Module, optimizer: Optimizer, *seeds: int) -> None:
         backward(model, i)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def looked_at(model: Any, optimizer: Optimizer) -> list[Any]:
-    found: list[Any] = []
-    for param in model.parameters():
-        values = (param, param.grad, *optimizer.state.get(param, {}).values())
-        found += [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
-    return found
-
-
-def assert_untouched(model: Any, optimizer: Optimizer, before: list[Any]) -> None:
-    for a, b in zip(before, looked_at(model, optimizer), strict=True):
-        assert a is b is None or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
 def unusual_gradients(model: Any) -> list[Optimizer]:
@@ -147,51 +124,6 @@ def unusual_memory(model: Any) -> list[Optimizer]:
     return [optimizer]
 
 
-def errors_of_the_user(model: Any) -> list[Optimizer]:
-    optimizer = adamw(model)
-    steps(model, optimizer, 0)
-    backward(model, 5)
-    before = looked_at(model, optimizer)
-    for register in (optimizer.register_step_pre_hook, register_optimizer_step_pre_hook):
-        handle = register(planted)
-        with pytest.raises(Planted):
-            optimizer.step()
-        handle.remove()
-    with pytest.raises(Planted):
-        optimizer.step(planted)
-    assert_untouched(model, optimizer, before)
-    if inside.is_streamed(model) and not inside.residents(model):
-        # the second of its parts cannot be prepared, as when the compiler of its code fails
-        with pytest.raises(Planted), traced(AtCall("prepare", 2, Planted())):
-            optimizer.step()
-        assert_untouched(model, optimizer, before)
-    handle = optimizer.register_step_post_hook(planted)
-    with pytest.raises(Planted):
-        optimizer.step()
-    handle.remove()
-    optimizer.zero_grad()
-    steps(model, optimizer, 6)
-
-    def closure() -> float:
-        backward(model, 7)
-        return 1.5
-
-    assert optimizer.step(closure) == 1.5
-    return [optimizer]
-
-
-def options_switched(model: Any) -> list[Optimizer]:
-    """A state that is there from before is not used, nor touched."""
-    adam = Adam(model.parameters(), lr=1e-2, amsgrad=True, betas=(0.9, 0.5))
-    sgd = SGD(model.parameters(), 0.1, 0.9)
-    for optimizer, name, values in ((adam, "amsgrad", (False, True)), (sgd, "momentum", (0, 0.9))):
-        for value in (None, *values):
-            for group in optimizer.param_groups if value is not None else []:
-                group[name] = value
-            steps(model, optimizer, 1, 2)
-    return [adam, sgd]
-
-
 def several_optimizers(model: Any) -> list[Optimizer]:
     """In turns, in one step, of other families, and over parts."""
     params = list(model.parameters())
@@ -219,35 +151,10 @@ def several_optimizers(model: Any) -> list[Optimizer]:
     return [first, second, *others]
 
 
-def states_of_another_loaded(model: Any) -> list[Optimizer]:
-    """`load_state_dict` copies no tensor that has the right dtype: then both have the same."""
-    first, shared = adamw(model), adamw(model)
-    steps(model, first, 0, 1)
-    shared.load_state_dict(first.state_dict())
-    for each in (first, shared, first):
-        steps(model, each, 3, 4)
-    return [shared]
-
-
-def two_groups(model: Any) -> list[Optimizer]:
-    """Each tensor is given to the update with its group's options, in the order of its memory."""
-    assert not model.layers[0].c.is_contiguous()
-    params = list(model.parameters())
-    groups: list[Any] = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-2}]
-    groups[1]["amsgrad"] = True
-    optimizer = AdamW(groups, lr=1e-3)
-    steps(model, optimizer, 0, 1)
-    return [optimizer]
-
-
 LOOPS: list[Callable[[Any], list[Optimizer]]] = [
     unusual_gradients,
     unusual_memory,
-    errors_of_the_user,
-    options_switched,
     several_optimizers,
-    states_of_another_loaded,
-    two_groups,
 ]
 
 

@@ -6,6 +6,7 @@ checkpoints and gradients of a model that stays as it is are drawn in `test_trai
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from megacompile import megacompile, schedules, unmegacompile
+from megacompile.errors import OptimizerError
 from megacompile.ir.capture import TensorInput
 from tests import inside, zoo
+from tests.training import take_steps
 from tests.zoo import (
     WIDTH,
     Stack,
+    assert_close,
     assert_same,
     assert_steps_same,
     batch,
@@ -248,6 +252,53 @@ def test_edits_are_seen(name: str) -> None:
     assert_steps_same(plain, model, inputs)
 
 
+class Adapted(nn.Module):
+    """With a bypass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        torch.manual_seed(1)
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.adapter(x)
+
+
+def test_a_module_that_the_optimizer_of_the_backward_does_not_know() -> None:
+    """It is refused until it is frozen, or added."""
+    plain: Any = Stack(between=zoo._break)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    megacompile(model, device="cpu", lowering="eager", optimizer=optimizers[1])
+    both = list(zip((plain, model), optimizers, strict=True))
+
+    def steps(first: int, count: int = 1) -> None:
+        for each, optimizer in both:
+            take_steps(each, optimizer, count, start=first)
+
+    steps(0)
+    for each in (plain, model):
+        each.layers[1] = Adapted(each.layers[1])
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers[1].zero_grad()
+    with pytest.raises(OptimizerError):
+        step(model, batch(2))
+    assert all(map(equal, before, model.parameters()))
+    for each in (plain, model):
+        each.layers[1].adapter.requires_grad_(False)
+    steps(1)
+    for each, optimizer in both:
+        each.layers[1].adapter.requires_grad_(True)
+        optimizer.add_param_group({"params": list(each.layers[1].adapter.parameters())})
+    steps(2, 2)
+    assert_close(plain, model)
+    params = optimizers[1].param_groups[0]["params"]
+    params[:] = [p for p in params if p is not model.head.bias]
+    with pytest.raises(OptimizerError):
+        take_steps(model, optimizers[1], 1)
+
+
 def test_buffers_and_checkpoints() -> None:
     """Buffers that the user replaces; state_dict() with a prefix; load_state_dict(assign=True)."""
     plain, streamed = twins(zoo.batchnorm()[0])
@@ -268,33 +319,17 @@ def test_buffers_and_checkpoints() -> None:
     assert_steps_same(plain, streamed, batch())
 
 
-def to_backup(model: Any, backup: list[Tensor]) -> None:
-    """SAM: up the gradient, and back before the step, which has the gradient from there."""
-    backup[:] = [p.data.clone() for p in model.parameters()]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * p.grad)
-    model.zero_grad()
-    model(batch(8)["x"]).square().sum().backward()
-    for p, before in zip(model.parameters(), backup, strict=True):
-        p.data = before
-
-
-def to_average(model: Any, backup: list[Tensor]) -> None:
-    """LocalSGD: the average over the processes, which one variable holds."""
-    backup[:] = [p.data * 0.5 for p in model.parameters()]
-    for p, average in zip(model.parameters(), backup, strict=True):
-        p.data = average
-
-
 def test_data_that_is_set_in_each_step_is_no_flat_buffer(recwarn: pytest.WarningsRecorder) -> None:
+    """As by LocalSGD: the average over the processes, which one variable holds."""
     plain, streamed, _ = stacks()
     for model in (plain, streamed):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        backup: list[Tensor] = []
-        for i in range(6):
+        average: list[Tensor] = []
+        for i in range(4):
             model(batch(i)["x"]).square().sum().backward()
-            (to_backup if i < 3 else to_average)(model, backup)
+            average[:] = [p.data * 0.5 for p in model.parameters()]
+            for p, value in zip(model.parameters(), average, strict=True):
+                p.data = value
             optimizer.step()
             optimizer.zero_grad()
     assert_same(plain, streamed)

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,18 +125,6 @@ def test_who_waits_for_what() -> None:
     assert_same(both.plain, model)
 
 
-EXPORTS: dict[str, Callable[[Any], Tensor]] = {
-    "to_dlpack": lambda p: LIBRARY.from_dlpack(LIBRARY.utils.dlpack.to_dlpack(p)),
-    "_to_dlpack_versioned": lambda p: LIBRARY.from_dlpack(LIBRARY._C._to_dlpack_versioned(p)),
-    "from_dlpack": lambda p: LIBRARY.from_dlpack(p.detach()),
-    "__dlpack__": lambda p: LIBRARY.from_dlpack(p.detach().__dlpack__()),
-    "np.from_dlpack": lambda p: torch.from_numpy(np.from_dlpack(p.detach())),
-    "np.asarray": lambda p: torch.from_numpy(np.asarray(p.detach())),
-    "data_ptr": lambda p: (p.data_ptr(), p)[1],
-    "untyped_storage": lambda p: torch.empty(0).set_(p.untyped_storage()).view(p.shape),
-}
-
-
 def own(model: Any) -> Tensor:
     """What the user has put into `p.grad` is guarded itself."""
     param = model.get_parameter(NAME)
@@ -163,14 +150,6 @@ def test_other_names_of_memory() -> None:
         each.zero_()
     assert both.workers.waited == [BUCKET]
     assert_same(both.plain, both.model)
-    for name, export in EXPORTS.items():
-        both.step()
-        plain, param = (model.get_parameter(NAME) for model, _ in both.both)
-        assert both.workers.waited == []
-        found = export(param)
-        assert both.workers.waited == [BUCKET], name
-        assert equal(found.detach(), plain.detach()), name
-        del found
 
 
 def test_a_state_that_is_replaced_is_that_of_the_next_step() -> None:

@@ -28,35 +28,42 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from megacompile import megacompile, released, unmegacompile
-from megacompile.errors import BackwardError, OptimizerError
+from megacompile import megacompile, released, restoring, unmegacompile
+from megacompile.errors import BackwardError, ModelError, OptimizerError
 from tests import adversary, inside
+from tests.draws import settings
 from tests.interrupts import Places, traced
 from tests.stateful import side as loops
-from tests.stateful.late import late
-from tests.stateful.side import Side
+from tests.stateful.late import AtCall, failing, late
+from tests.stateful.side import Side, copied
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    breaks: bool = False  # of the graph
+    breaks: str = ""  # of the graph: see `side.Net`
     late: bool = False  # updates are made when somebody waits
     adversarial: bool = False  # streams run in any order
     in_backward: bool = False  # the update
     anew: bool = False  # sizes, modes and modules may change: then it is captured anew, for seconds
     examples: int = 4  # loops that are drawn
+    rtol: float = 0.0  # where sums have another order
 
 
+COMPILED: dict[str, Any] = {"lowering": "inductor", "resident": 0}
 CONFIGS = {
     "late": Config({"resident": 0}, late=True, anew=True, examples=8),
     "adversary": Config({"resident": "400"}, late=True, adversarial=True),
     "resident": Config({"resident": "all"}),
     "recompute": Config({"activations": "recompute", "slots": 2, "lookahead": 1, "resident": 0}),
-    "broken": Config({"resident": 0}, breaks=True, late=True, anew=True),
+    "broken": Config({"resident": 0}, breaks="shared", late=True, anew=True),
     "disk": Config({"disk": tempfile.gettempdir(), "resident": 0}),
     "planned": Config({"gpu_memory": 2**16}, late=True, anew=True, examples=3),
-    "in backward": Config(in_backward=True, examples=8),
+    "in backward": Config(in_backward=True, examples=8, rtol=1e-5),
+    "in backward, broken": Config(in_backward=True, breaks="fails", rtol=1e-5),
+    "compiled": Config({**COMPILED, "device_update": 0}, rtol=1e-4),
+    "compiled, on the device": Config({**COMPILED, "device_update": 1.0}, examples=8, rtol=1e-4),
+    "compiled, resident": Config({**COMPILED, "resident": "all"}, rtol=1e-4),
     "offloaded": Config({"activations": "offload", "resident": 0}, late=True, adversarial=True),
 }
 
@@ -86,7 +93,8 @@ class Pair:
     def megacompile(self, model: Any) -> None:
         """Again, if it is a plain one."""
         if not inside.is_streamed(model):
-            megacompile(model, device="cpu", lowering="eager", progress=False, **self.options)
+            given = {"lowering": "eager", **self.options}
+            megacompile(model, device="cpu", progress=False, **given)
             self.device = adversary.attach(model) if self.config.adversarial else None
             if self.config.late:
                 late(model)
@@ -111,17 +119,19 @@ SEEDS = st.integers(0, 9)
 OPTIONS = st.sampled_from(  # constructors refuse a negative lr, steps take it: schedulers make one
     [("lr", 1e-3), ("lr", -1e-2), ("lr", 0.0), ("weight_decay", 0.2), ("momentum", 0.5)]
 )
+RESTORED = ("all", "nothing", "model", "optimizer")
 HALVES = st.sampled_from([(True, True), (True, False), (False, True)])  # of a checkpoint
 
 
 class Both(RuleBasedStateMachine):
     """Both sides do the same, and are compared."""
 
-    rtol = 0.0
+    loaded = False  # since the last step: the next one moves the states that were loaded
 
     def __init__(self, pair: Pair) -> None:
         super().__init__()
         self.pair, self.plain, self.ours = pair, pair.plain, pair.ours
+        self.rtol = pair.config.rtol
 
     @property
     def anew(self) -> bool:
@@ -159,6 +169,21 @@ class Both(RuleBasedStateMachine):
         if where := loops.difference(self.plain.shape(), self.ours.shape(), self.rtol):
             raise AssertionError(f"{where}")
 
+    def refused(self, bad: loops.Bad, number: int, act: str, *args: Any) -> None:
+        """What cannot be updated is refused before anything changes; it is as it was then."""
+        optimizer, given = self.ours.optimizers[0], self.ours.updates is not None
+        params = [p for n, p in self.ours.params.items() if p.dim() == 2 and "spare" not in n]
+        matrices = [p for p in params if given or p.grad is not None]
+        if not matrices:
+            return
+        with loops.spoilt(optimizer, matrices[number % len(matrices)], bad) as able:
+            before = self.ours.shape(buffers=False)
+            if able:
+                with pytest.raises(OptimizerError):
+                    getattr(self.ours, act)(*args)
+                assert not loops.difference(before, self.ours.shape(buffers=False))
+        self.load_plain()  # buffers may have changed
+
     def interrupted(self, act: str, at: int, *args: Any) -> None:
         """Ctrl-C in what the megacompiled side does; then a checkpoint is loaded."""
         places = Places(at)
@@ -169,8 +194,18 @@ class Both(RuleBasedStateMachine):
         if not places.stopped:
             with contextlib.suppress(RuntimeError):
                 getattr(self.plain, act)(*args)
+        self.load_plain()
+
+    def load_plain(self, *, copying: bool = False) -> None:
+        """A checkpoint of the other side, `copying` the parameters in place."""
         self.restart()
-        self.ours.model.load_state_dict(self.plain.model.state_dict())
+        if copying:
+            sides = [[*m.parameters(), *m.buffers()] for m in (self.plain.model, self.ours.model)]
+            with torch.no_grad():
+                for theirs, mine in zip(*sides, strict=True):
+                    mine.copy_(theirs)
+        else:
+            self.ours.model.load_state_dict(self.plain.model.state_dict())
         self.ours.other.data.copy_(self.plain.other.data)
         for mine, theirs in zip(self.plain.optimizers, self.ours.optimizers, strict=True):
             theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
@@ -182,6 +217,57 @@ class Both(RuleBasedStateMachine):
     options = act("options", OPTIONS)
     save = act("save", st.sampled_from(["file", "deepcopy"]))
     copied_model = act("copied_model", st.sampled_from(["deepcopy", "pickle"]))
+
+    @rule(mode=st.sampled_from(["eval", "train", "inference"]))
+    def evaluate(self, mode: str) -> None:
+        self.both("evaluate", 3, mode if self.anew else "eval")
+
+    @rule(number=NUMBERS, use=st.sampled_from(loops.USES))
+    def look(self, number: int, use: str) -> None:
+        gone = self.pair.config.in_backward and use == "grad"
+        costly = use == "layer" and not self.anew  # it is captured by itself
+        self.both("look", number, "value" if gone or costly else use)
+
+    write_alias = act(
+        "write_alias", st.integers(0, 3), first="drop", when=lambda self: self.plain.aliases
+    )
+
+    @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
+    def state(self, given: tuple[int, str]) -> None:
+        """But where two optimizers have loaded one state: a tensor that is set in one's is then
+        taken over into the memory of both. limits.md: a state that is deleted, and held."""
+        if given[1] == "deleted":
+            self.both("forget")
+        if given[1] != "set" or len(self.plain.optimizers) == 1:
+            self.both("state", *given)
+
+    @precondition(lambda self: self.plain.saved is not None)
+    @rule(halves=HALVES)
+    def load(self, halves: tuple[bool, bool]) -> None:
+        for each in ("drop", "forget"):
+            self.both(each)
+        self.both("load", halves)
+        self.loaded = True
+
+    @rule(number=NUMBERS)
+    def released(self, number: int) -> None:
+        """All is there to be read and written; nothing runs."""
+        self.both("drop")
+        gc.collect()  # frames of errors hold losses
+        model = self.ours.model
+        placed = inside.residents(model)
+        with released(model):
+            assert self.ours.nodes or not inside.residents(model)
+            assert not inside.machine(model).slots.buffers
+            if self.pair.config.options.get("resident") == "all":
+                self.compare()
+            if not self.plain.aliases:  # which stay where they are
+                self.both("write", number, "in place", 0.5)
+            uses: list[Any] = [lambda: model(loops.inputs(3, 1)), lambda: unmegacompile(model)]
+            for use in uses:
+                with pytest.raises(ModelError):
+                    use()
+        assert inside.residents(model) == placed
 
     @rule()
     def look_at_all(self) -> None:
@@ -222,10 +308,6 @@ class Training(Both):
             self.both("forward", rows, seed, extra, self.anew and seed == 0)
             self.replaced = False
 
-    @rule(mode=st.sampled_from(["eval", "train", "inference"]))
-    def evaluate(self, mode: str) -> None:
-        self.both("evaluate", 3, mode if self.anew else "eval")
-
     backward = act(
         *("backward", st.integers(0, 2)),
         st.sampled_from(["", "", "", "retain", "thread", "grad", "inputs"]),
@@ -263,6 +345,31 @@ class Training(Both):
         self.both("step", which)
         self.stepped = True
 
+    @precondition(lambda self: not self.plain.hooks and not self.tied)
+    @rule(seed=SEEDS, number=NUMBERS, bad=st.sampled_from([*loops.BAD, *loops.BAD_FOR_TORCH]))
+    def bad_step(self, seed: int, number: int, bad: str) -> None:
+        """Behind one that had nothing bad, with its gradients."""
+        self.ordinary_step(seed, True)
+        compiled = "lowering" in self.pair.options
+        known = loops.BAD | ({} if compiled else loops.BAD_FOR_TORCH)
+        stock = not compiled and inside.residents(self.ours.model)  # torch's own errors
+        if bad in known and not stock:
+            self.refused(known[bad], number, "step", 0)
+
+    @precondition(lambda self: not self.plain.hooks)
+    @rule(nth=st.integers(1, 4))
+    def unprepared_step(self, nth: int) -> None:
+        """A part of it cannot be prepared, as when the compiler of its code fails."""
+        before = self.ours.shape()
+        fails = AtCall("prepare", nth, loops.Planted())
+        try:
+            with traced(fails):
+                self.ours.step(0)
+        except loops.Planted:
+            assert not loops.difference(before, self.ours.shape())
+        else:
+            self.plain.step(0)
+
     closure = act("closure", SEEDS, first="drop")
     zero_grad = act("zero_grad", st.booleans(), st.booleans())
     scaled = act("scaled", SEEDS, st.sampled_from([1024.0, 2.0**127]), first="drop")
@@ -274,27 +381,11 @@ class Training(Both):
         *(st.sampled_from(["", "copied", "shared"]), st.booleans()),
     )
 
-    @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
-    def state(self, given: tuple[int, str]) -> None:
-        """But where two optimizers have loaded one state: a tensor that is set in one's is then
-        taken over into the memory of both. limits.md: a state that is deleted, and held."""
-        if given[1] == "deleted":
-            self.both("forget")
-        if given[1] != "set" or len(self.plain.optimizers) == 1:
-            self.both("state", *given)
-
     gradient = act("gradient", NUMBERS, st.sampled_from(loops.GRADIENTS))
     alias = act(  # one that is replaced is taken over in the next call
         *("alias", NUMBERS, st.sampled_from(loops.ALIASES)), when=lambda self: not self.replaced
     )
-    write_alias = act(
-        "write_alias", st.integers(0, 3), first="drop", when=lambda self: self.plain.aliases
-    )
     forget = act("forget", when=lambda self: self.plain.aliases)
-
-    @rule(number=NUMBERS, use=st.sampled_from(loops.USES))
-    def look(self, number: int, use: str) -> None:
-        self.both("look", number, use if self.anew or use != "layer" else "value")
 
     hook = act(
         *("hook", NUMBERS, st.sampled_from(loops.HOOKS)),
@@ -302,8 +393,29 @@ class Training(Both):
     )
     step_hook = act("step_hook", when=lambda self: len(self.plain.hooks) < 3)
     unhook = act("unhook", when=lambda self: self.plain.hooks)
-    load = act("load", HALVES, first="drop forget", when=lambda self: self.plain.saved is not None)
-    fork = act("fork")
+    fork = act("fork", when=lambda self: not self.replaced)  # or their memory may be shared
+
+    @rule(number=NUMBERS, kind=st.sampled_from(loops.ALIASES), seed=SEEDS, clips=st.booleans())
+    def step_over_an_alias(self, number: int, kind: str, seed: int, clips: bool) -> None:
+        """Other names of memory are written between a backward and what uses it."""
+        self.ordinary_step(seed, False)
+        if not self.replaced:
+            self.both("alias", number, kind)
+            self.micro_batch(seed + 1, "", False)
+            if self.plain.aliases:
+                self.both("write_alias", -1)
+        if clips:
+            self.both("clip", 1e-3, True)
+        self.step(0)
+        self.both("forget")
+
+    @rule(by=st.sampled_from(["share_memory()", "a pickle"]))
+    def send(self, by: str) -> None:
+        """Their memory is taken over again in the next call."""
+        self.both("drop")
+        self.both("forget")
+        self.both("send", by)
+        self.replaced = True
 
     @rule(number=NUMBERS, how=st.sampled_from(loops.WRITES), value=st.sampled_from([0.5, 0.25]))
     def write(self, number: int, how: str, value: float) -> None:
@@ -336,13 +448,24 @@ class Training(Both):
                 self.both(each)
             self.tied = self.replaced = True
 
-    @rule()
-    def released(self) -> None:
+    @precondition(lambda self: not self.plain.hooks)
+    @rule(adding=st.booleans(), seed=SEEDS, nth=st.integers(1, 40))
+    def failing_op(self, adding: bool, seed: int, nth: int) -> None:
+        """In a forward or a backward; each gradient is what it was, or has the new one whole."""
         self.both("drop")
-        gc.collect()  # frames of errors hold losses
-        with released(self.ours.model):
-            if self.pair.config.options.get("resident") == "all":
-                self.compare()
+        if not adding:
+            self.both("zero_grad", True, True)
+        before = {name: copied(param.grad) for name, param in self.ours.params.items()}
+        error = (loops.Planted, KeyboardInterrupt)[nth % 2]
+        with contextlib.suppress(error), traced(AtCall("_issue", nth, error())):
+            self.ours.forward(3, seed, "", False)
+            self.ours.backward(0, "")
+        self.plain.forward(3, seed, "", False)
+        self.plain.backward(0, "")
+        for name, param in self.ours.params.items():
+            wanted = (before[name], self.plain.params[name].grad)
+            assert any(not loops.difference(param.grad, each, self.rtol) for each in wanted), name
+        self.load_plain()  # buffers may have changed
 
     @precondition(lambda self: self.anew and not self.plain.hooks)
     @rule(sure=st.integers(0, 3), at=st.integers(0, 3600))
@@ -368,23 +491,45 @@ class Training(Both):
         if not threads and (act != "backward" or self.plain.losses):
             self.interrupted(act, at, *args[act])
 
+    def do_each(self) -> None:
+        """What is drawn too seldom: each other name of memory, each gradient that is set, one that
+        is added to some parameters alone, and what no step goes on from."""
+        for kind in ("adamw", "sgd", "rmsprop", "adam, amsgrad"):
+            self.begin(kind, True, 0)
+            for k, name in enumerate(loops.ALIASES):
+                for clips in (True, False):
+                    self.step_over_an_alias(k, name, k, clips)
+            for k, how in enumerate(loops.GRADIENTS):
+                self.ordinary_step(k, True)
+                self.both("gradient", 2, how)
+                self.step(0)
+            self.micro_batch(0, "", False)
+            self.forward(3, 1, "")
+            self.both("backward", 0, "inputs")
+            self.step(0)
+            self.both("closure", 2)
+            for bad, (kinds, *_) in (loops.BAD | loops.BAD_FOR_TORCH).items():
+                if type(self.ours.optimizers[0]) in kinds:
+                    self.bad_step(2, 0, bad)
+        self.teardown()
+
 
 class Updating(Both):
     """A loop whose backward updates; it is equal but for rounding."""
-
-    rtol = 1e-5
-    loaded = False  # since the last step: the next one moves the states that were loaded
 
     @initialize()
     def begin(self) -> None:
         for each in (self.plain, self.ours):
             each.reset("adamw", whole=True)
 
-    @rule(seed=SEEDS, micro=st.integers(1, 2))
-    def whole_step(self, seed: int, micro: int) -> None:
-        self.both("whole_step", seed, micro)
+    @rule(seed=SEEDS, micro=st.integers(1, 2), wrapped=st.booleans())
+    def whole_step(self, seed: int, micro: int, wrapped: bool) -> None:
+        self.both("whole_step", seed, micro, wrapped)
         self.loaded = False
 
+    step_of_the_head = act("step_of_the_head", SEEDS)
+
+    @precondition(lambda self: not self.pair.config.breaks)
     @rule(seed=SEEDS, extra=st.sampled_from(["penalty", "head", "view", "twice"]))
     def used_outside(self, seed: int, extra: str) -> None:
         """The gradient has parts that come from elsewhere: nothing is updated."""
@@ -393,7 +538,9 @@ class Updating(Both):
             self.ours.backward(0, "")
         self.restart()
         self.compare()
+        self.whole_step(seed, 1, False)
 
+    @precondition(lambda self: not self.pair.config.breaks)
     @rule(seed=SEEDS, kind=st.sampled_from(["sgd, plain", "rmsprop"]), first=st.booleans())
     def second_optimizer(self, seed: int, kind: str, first: bool) -> None:
         """It finds no gradients, ahead of the step and behind it: it updates nothing."""
@@ -409,8 +556,6 @@ class Updating(Both):
         self.both("zero_grad", True, False)
         self.compare()
 
-    evaluate = act("evaluate", st.just(3), st.sampled_from(["eval", "inference"]))
-    look = act("look", NUMBERS, st.sampled_from([u for u in loops.USES if u != "grad"]))
     write = act(
         *("write", NUMBERS, st.sampled_from(["in place", "init", "foreach", "part"])), st.just(0.5)
     )
@@ -420,47 +565,57 @@ class Updating(Both):
         if kind != "state" or not self.loaded:
             self.both("alias", number, kind)
 
-    write_alias = act("write_alias", st.integers(0, 3), when=lambda self: self.plain.aliases)
+    @precondition(lambda self: not self.pair.config.breaks)
+    @rule(seed=SEEDS, number=NUMBERS, bad=st.sampled_from(list(loops.BAD)))
+    def bad_step(self, seed: int, number: int, bad: str) -> None:
+        self.both("whole_step", seed, 1)
+        self.loaded = False
+        self.refused(loops.BAD[bad], number, "whole_step", seed, 1)
 
-    @precondition(lambda self: self.plain.saved is not None)
-    @rule(halves=HALVES)
-    def load(self, halves: tuple[bool, bool]) -> None:
+    @precondition(lambda self: self.pair.config.breaks)
+    @rule(seed=SEEDS, copying=st.booleans(), told=st.booleans(), what=st.sampled_from(RESTORED))
+    def half_updated(self, seed: int, copying: bool, told: bool, what: str) -> None:
+        """By a backward that fails: it is refused until a checkpoint is loaded, all of it."""
+        model, (optimizer,) = self.ours.model, self.ours.optimizers
+        self.both("whole_step", seed, 1)  # there are states
         self.both("forget")
-        self.both("load", halves)
+        uses: list[Any] = [lambda: self.ours.whole_step(seed, 1), optimizer.step]
+
+        def refused(*more: Any) -> None:
+            for use in (*uses, *more) if told else ():
+                with pytest.raises(OptimizerError):
+                    use()
+
+        with failing():
+            self.ours.whole_step(seed, 1)
+        self.restart()
+        refused(model.state_dict, optimizer.state_dict)
+        states = model.state_dict, optimizer.state_dict
+        if what != "all":  # a loader that reads first
+            with pytest.raises(OptimizerError), restoring(model):
+                for read in states:
+                    read()
+                if what == "model":
+                    model.load_state_dict(self.plain.model.state_dict())
+                if what == "optimizer":
+                    optimizer.load_state_dict(copy.deepcopy(self.plain.optimizers[0].state_dict()))
+            refused(*states)
+        with restoring(model) if what == "nothing" else contextlib.nullcontext():
+            refused()
+            self.load_plain(copying=copying)
+        self.compare()
         self.loaded = True
 
-    @rule(given=st.tuples(NUMBERS, st.sampled_from(loops.STATES)))
-    def state(self, given: tuple[int, str]) -> None:
-        if given[1] == "deleted":
-            self.both("forget")
-        self.both("state", *given)
-
-    @rule()
-    def released(self) -> None:
-        with released(self.ours.model):
-            self.compare()
-
+    @precondition(lambda self: not self.pair.config.breaks)
     @rule(at=st.integers(1, 3500))
     def interrupt(self, at: int) -> None:
         self.interrupted("whole_step", at, 1, 1)
         self.loaded = True
 
 
-def settings(examples: int, steps: int, *phases: hypothesis.Phase) -> hypothesis.settings:
-    """The same draws each time."""
-    return hypothesis.settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate, *phases],
-        print_blob=False,
-        report_multiple_bugs=False,
-    )
-
-
-def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed: int = 0) -> None:
+def run(config: str, examples: int, *, seed: int = 0, shrink: bool = False) -> None:
+    if "lowering" in CONFIGS[config].options and not inside.has_cpp_compiler():
+        pytest.skip("needs a C++ compiler")
     pair = Pair(CONFIGS[config])
     kind: type[Both] = Updating if CONFIGS[config].in_backward else Training
     run_machine: Any = run_state_machine_as_test  # has no types in older versions
@@ -470,16 +625,19 @@ def run(config: str, examples: int, steps: int, *phases: hypothesis.Phase, seed:
             stack.enter_context(adversary.adversarial())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        run_machine(make, settings=settings(examples, steps, *phases))
+        more = {"stateful_step_count": STEPS, "print_blob": False, "report_multiple_bugs": False}
+        if kind is Training:
+            Training(pair).do_each()
+        run_machine(make, settings=settings(examples, shrink=shrink, **more))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training(config: str) -> None:
     """A loop that fails is not made smaller, which takes minutes: `make thorough` does that."""
-    run(config, CONFIGS[config].examples, STEPS)
+    run(config, CONFIGS[config].examples)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training_for_longer(config: str) -> None:
-    run(config, 20 * CONFIGS[config].examples, STEPS, hypothesis.Phase.shrink, seed=100)
+    run(config, 20 * CONFIGS[config].examples, seed=100, shrink=True)
