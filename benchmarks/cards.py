@@ -1,4 +1,4 @@
-"""What fits where: the page docs/cards.md, made from plans.
+"""The page docs/cards.md, what fits where, made from plans.
 
     python -m benchmarks.cards          # print it
     python -m benchmarks.cards --write  # some 10 minutes on one core
@@ -47,7 +47,7 @@ PAGE = Path("docs/cards.md")
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a model is trained."""
+    """A way to train a model."""
 
     mark: str  # after the number of tokens
     in_backward: bool
@@ -176,7 +176,7 @@ class Planner:
         return self.target.tokens / now.step_s, max(sum(now.host().values()), first_bytes)
 
     def rows(self, device_bytes: int) -> list[tuple[str, int]]:
-        """What the host holds before any plan, in bytes."""
+        """Rows of host memory that are needed before any plan, in bytes."""
         return host_rows(self.target.model, self.options, device_bytes)
 
 
