@@ -28,6 +28,12 @@ set_kwargs: Callable[[fx.Node, Any], None] = _KWARGS.fset
 graph_module: Callable[[nn.Module, fx.Graph], fx.GraphModule] = _LazyGraphModule
 
 
+def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Call a `graph_module` without torch.fx's wrapper, which prints the code of one that raises."""
+    _LazyGraphModule.force_recompile(module)
+    return module.forward(*inputs)
+
+
 def write_powers() -> None:
     """Makes FX write the base of a power in parentheses, permanently. It writes `-1 ** x` for a
     base of -1, which Python parses as `-(1 ** x)`."""

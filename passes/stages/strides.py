@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,11 +35,12 @@ import torch
 from torch import fx
 
 from megacompile import compat
+from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.capture import Ambient, graph_key
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.tensors import TensorMeta, is_dense
+from megacompile.ir.stages import ArgRef, ParamRef, Stage
+from megacompile.ir.tensors import TensorMeta, is_dense, short_dtype
 from megacompile.passes.edit import SAME_VALUES, NotComputedError, computed, with_stages
 
 _INDICES = ("index", "indices", "target")  # their names in ATen's schemas
@@ -87,10 +89,20 @@ def _strides(stage: Stage, ambient: Ambient) -> Sequence[tuple[int, ...]] | None
             inputs = [meta.zeros() for meta in stage.metas]
             for i in stage.mutated:
                 inputs[i] = inputs[i].clone()
-            outputs = stage.module(*inputs)
-            return tuple(output.stride() for output in outputs)
-    except (RuntimeError, IndexError, ValueError, ArithmeticError, *compat.UNTRACEABLE):
+            return tuple(output.stride() for output in compat.run(stage.module, inputs))
+    except (RuntimeError, IndexError, ValueError, ArithmeticError, *compat.UNTRACEABLE) as error:
+        _refuse_dtypes(stage, error)
         return None  # zeros are not the user's data
+
+
+def _refuse_dtypes(stage: Stage, error: Exception) -> None:
+    """Raise UnsupportedGraphError if an operator of a stage rejects the dtypes of its inputs."""
+    if re.search("dtype|scalar type|Input type", str(error)):
+        refs = list(zip(stage.primals, stage.metas, strict=True))
+        inputs = [f"input {ref.index} is {m}" for ref, m in refs if isinstance(ref, ArgRef)]
+        needed = dict.fromkeys(short_dtype(m.dtype) for r, m in refs if isinstance(r, ParamRef))
+        text = f"stage {stage.name!r}: {', '.join(inputs)}, its parameters {', '.join(needed)}"
+        raise UnsupportedGraphError(f"{text}: {error}") from error
 
 
 @contextlib.contextmanager

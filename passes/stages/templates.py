@@ -229,7 +229,7 @@ class _Tracer:
         for i in self.stage.mutated:  # a new value, so that the old one stays readable
             inputs[i] = primals[i].clone()
         held = {compat.storage_key(p) for p in primals[: self.params]}
-        outputs = list(self.stage.module(*inputs))
+        outputs = list(compat.run(self.stage.module, inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
                 with torch.enable_grad():  # an unchanged parameter requires grad even under no_grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,11 @@ def clamped(module: Any, x: Tensor) -> Tensor:
 
 def unscheduled() -> None:
     streamed(Function(clamped))(torch.ones(2, 4))
+
+
+def wrong_dtype() -> None:
+    with contextlib.suppress(RuntimeError):  # torch's own, in eager mode
+        streamed(Function(lambda m, x: x))(torch.ones(2, 4, dtype=torch.float64))
 
 
 def hooked_output() -> None:
@@ -171,6 +177,10 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
         f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: inputs "
         "share memory, with a parameter or one another, and one is changed in place; pass copies "
         "(.clone())"),
+    (wrong_dtype, UserWarning,
+        f"megacompile: Function is not scheduled and runs in eager mode, {BOTH}: stage 'Function': "
+        "input 0 is f64[2, 4], its parameters f32: mat1 and mat2 must have the same dtype, but got "
+        "Double and Float"),
     (hooked_output, UserWarning,
         "megacompile: Function: output 1 has a hook, or retains its gradient, and other outputs "
         "are computed from it: gradients through those do not reach the hook, and its changes "
@@ -200,8 +210,12 @@ ROWS: list[tuple[Callable[[], None], type[Exception], str]] = [
 
 @pytest.mark.filterwarnings("ignore:var..:UserWarning")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].__name__)
-def test_what_is_said(row: tuple[Callable[[], None], type[Exception], str]) -> None:
+def test_what_is_said(
+    row: tuple[Callable[[], None], type[Exception], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing else: torch.fx prints the code of a graph that raises."""
     assert_says(*row)
+    assert "forward(self" not in "".join(capfd.readouterr())
 
 
 def test_nothing_is_said_without_a_reason() -> None:
