@@ -77,7 +77,7 @@ def hide_fake_errors(undos: list[Callable[[], object]]) -> None:
 def dynamo_options() -> dict[str, Any]:
     """Current values of the Dynamo options in `CALL_OPTIONS`, as torch stores them."""
     if _OPTIONS:
-        return {name: variable.get() for name, variable in _OPTIONS.items()}
+        return dict(zip(_OPTIONS, map(ContextVar.get, _OPTIONS.values()), strict=True))
     return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
 
 
