@@ -16,13 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import (
     Ambient,
     Capture,
     GraphInput,
     NumberInput,
-    ParamInput,
     TensorInput,
 )
 from megacompile.ir.schedule import Schedule
@@ -154,14 +152,6 @@ def sized(meta: TensorMeta, *shape: Any) -> TensorMeta:
     """The meta, with a shape of symbols and numbers that it is for the planned ones."""
     strides = [sympy.prod(shape[k + 1 :]) for k in range(len(shape))]
     return replace(meta, symbolic=SymbolicSizes(tuple(shape), tuple(strides)))
-
-
-def of_params(capture: Capture) -> Capture:
-    """The same, with parameters of one bucket for inputs."""
-    metas = [item.meta for item in capture.inputs if isinstance(item, TensorInput)]
-    bucket = Bucket.layout(0, "layer", [(f"p{k}", meta.empty()) for k, meta in enumerate(metas)])
-    inputs = [ParamInput(bucket, k, meta.requires_grad) for k, meta in enumerate(metas)]
-    return replace(capture, inputs=tuple(inputs))
 
 
 class Rounding(enum.Enum):

@@ -29,7 +29,7 @@ graph_module: Callable[[nn.Module, fx.Graph], fx.GraphModule] = _LazyGraphModule
 
 
 def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Call a `graph_module` without torch.fx's wrapper, which prints the code of one that raises."""
+    """Call a `graph_module` without torch.fx's wrapper, which prints its code if it raises."""
     _LazyGraphModule.force_recompile(module)
     return module.forward(*inputs)
 

@@ -122,11 +122,6 @@ def is_of_backward(node: fx.Node) -> bool:
     return _OF_BACKWARD in node.meta
 
 
-def has_known_data(tensor: torch.Tensor) -> bool:
-    """True if a fake tensor has its elements, as one made from numbers does."""
-    return getattr(from_functional(tensor), "constant", None) is not None
-
-
 def trace(
     function: Callable[..., Any],
     primals: Tensors,

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -233,7 +233,6 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     device: torch.device
     ambient: Ambient
-    conditions: tuple[Any, ...] = ()  # relations between symbols that the passes rely on
 
     @property
     def bound(self) -> dict[fx.Node, GraphInput]:
@@ -251,12 +250,6 @@ class Capture:
         """The same capture with a copy of the graph for a pass to change."""
         graph = compat.copy_graph(self.module.graph)
         return replace(self, module=compat.graph_module(self.module, graph))
-
-    def under(self, conditions: Sequence[Any]) -> Capture:
-        """The capture with additional relations of its symbols."""
-        if not conditions:
-            return self
-        return replace(self, conditions=(*self.conditions, *conditions))
 
     @property
     def planned(self) -> dict[sympy.Symbol, int | float]:

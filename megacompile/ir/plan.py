@@ -64,6 +64,15 @@ class StagePlan(NamedTuple):
     rerun: bool = False  # its outputs are not saved: it reruns in the backward
     tiles: int = 1  # for tokenwise operations
 
+    @property
+    def treatment(self) -> str:
+        """ "kept", "half kept on the host", "recomputed, offloaded", "recomputed, 16 tiles", ..."""
+        words = self.saved.value
+        if self.tier is not Tier.DEVICE:
+            words += ", offloaded" if self.saved is SavedPart.INPUTS else " on the host"
+        words += ", outputs too" if self.rerun else ""
+        return words + (f", {self.tiles} tiles" if self.tiles > 1 else "")
+
 
 ON_HOST = BucketPlan()
 RESIDENT = BucketPlan(Tier.DEVICE, Tier.DEVICE)  # lives on the device, is not streamed

@@ -205,7 +205,13 @@ class _Capturing:
     @contextlib.contextmanager
     def _swapped_in(self) -> Iterator[None]:
         """Replaces the model's parameters and buffers with fake ones inside the block."""
-        sites = list(self._sites())
+        sites = [
+            (holder, name, tensor)
+            for module in self.model.modules()
+            for holder in (compat.parameters_of(module), compat.buffers_of(module))
+            for name, tensor in holder.items()
+            if tensor is not None
+        ]
         for holder, name, tensor in sites:
             holder[name] = self._known(tensor)
         try:
@@ -213,14 +219,6 @@ class _Capturing:
         finally:
             for holder, name, tensor in sites:
                 holder[name] = tensor
-
-    def _sites(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Every attribute that holds a parameter or a buffer."""
-        for module in self.model.modules():
-            for holder in (compat.parameters_of(module), compat.buffers_of(module)):
-                for name, tensor in holder.items():
-                    if tensor is not None:
-                        yield holder, name, tensor
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self.made:

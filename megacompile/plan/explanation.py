@@ -7,18 +7,12 @@ import html
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from megacompile.cost.memory import MemoryKind
 from megacompile.plan.findings import Findings
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
 from megacompile.views.critical_path import NONE
 
 _ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown
-_KINDS = (  # rows of the table of memory
-    *(MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.GRADIENTS, MemoryKind.STATES),
-    *(MemoryKind.ACTIVATIONS, MemoryKind.SAVED, MemoryKind.INPUTS, MemoryKind.WORKSPACE),
-    *(MemoryKind.SLOTS, MemoryKind.STAGED),
-)
 _EXPLAINED = 0.02  # smaller shares are not shown
 _FELT = 0.03  # of a step; the slowest rank is not shown if the others wait less for it
 
@@ -110,16 +104,17 @@ def _stage_rows(found: Findings) -> list[list[str]]:
 
 
 def memory_rows(found: Findings) -> list[list[str]]:
-    """Memory by kind, in bytes, with a column for the device, the host, the disk if there is one,
-    and page-locked memory if its limit is known."""
+    """Memory by kind, the largest first, with a column for the device, the host, the disk if there
+    is one, and page-locked memory if its limit is known."""
     every = {"device": found.device, "host": found.host, "disk": found.disk}
     every["page-locked"] = found.page_locked
     tiers = {name: memory for name, memory in every.items() if memory is not None}
     rows = [["memory", *tiers]]
-    for kind in _KINDS:
-        sizes = [memory.kinds.get(kind.value, 0) for memory in tiers.values()]
-        if any(sizes):
-            rows.append([kind.value, *(format_bytes(size) if size else "" for size in sizes)])
+    each = [memory.kinds for memory in tiers.values()]
+    sizes = {kind: [m.get(kind, 0) for m in each] for kinds in each for kind in kinds}
+    for kind, row in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
+        if any(row):
+            rows.append([kind, *(format_bytes(size) if size else "" for size in row)])
     rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
     available = [memory.available_bytes for memory in tiers.values()]
     rows.append(["available", *("?" if n is None else format_bytes(n) for n in available)])

@@ -11,7 +11,6 @@ from typing import Any, Self
 from megacompile.cost.ops import node_s
 from megacompile.cost.simulate import Prediction
 from megacompile.ir import ops
-from megacompile.ir.plan import SavedPart, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ParamRef, Stage
 from megacompile.ir.stream import Stream
@@ -270,16 +269,9 @@ def _stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
 
 def _treatment(schedule: Schedule, stage: Stage) -> str:
     plan = schedule.plan
-    row = plan.stages[stage.index]
     keys = {bucket.key for bucket in stage.buckets}
-    if schedule.backward is None or not stage.traced.has_backward:
-        words = ["forward only"]
-    elif row.saved is SavedPart.INPUTS:
-        words = [row.saved.value, *(["offloaded"] if row.tier is not Tier.DEVICE else [])]
-    else:
-        words = [row.saved.value + (" on the host" if row.tier is not Tier.DEVICE else "")]
-    if row.tiles > 1:
-        words.append(f"{row.tiles} tiles")
+    trains = schedule.backward is not None and stage.traced.has_backward
+    words = [plan.stages[stage.index].treatment if trains else "forward only"]
     if keys and keys <= plan.resident:
         words.append("resident")
     if keys & plan.device_update:

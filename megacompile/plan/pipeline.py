@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megacompile import log, notices
+from megacompile import log
 from megacompile.cost.places import stored_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.plan import Choice, Plan, Tier
 from megacompile.ir.schedule import PassRecord, Schedule
-from megacompile.ir.stages import Code, Template
-from megacompile.options import Head, Lowering
+from megacompile.ir.stages import Template
+from megacompile.options import Lowering
 from megacompile.passes.capture.calls import (
     fold_vmaps,
     inline_checkpoints,
@@ -32,9 +32,15 @@ from megacompile.passes.capture.calls import (
     widen_losses,
 )
 from megacompile.passes.capture.causal import use_causal_attention
-from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
-from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.capture.chunk import chunk_head
+from megacompile.passes.capture.propagate import propagate
+from megacompile.passes.schedule.differentiate import (
+    bundles_of,
+    differentiate,
+    split_stages,
+    stages_in_tiles,
+)
+from megacompile.passes.schedule.free import insert_free, insert_tokens
 from megacompile.passes.schedule.insert_collectives import (
     delay_reduced,
     insert_all_gather,
@@ -46,31 +52,25 @@ from megacompile.passes.schedule.insert_disk import (
     insert_disk_saved,
     insert_disk_weights,
 )
-from megacompile.passes.schedule.insert_tokens import insert_tokens
 from megacompile.passes.schedule.make_plan import make_plan
-from megacompile.passes.schedule.offload_grad import insert_norms, offload_gradients
 from megacompile.passes.schedule.prefetch import assign_slots, insert_prefetch
 from megacompile.passes.schedule.saved_values import (
     insert_recompute,
     insert_reruns,
     offload_saved_tensors,
 )
-from megacompile.passes.schedule.split import (
-    bundles_of,
-    split_stages,
-    stages_in_tiles,
-)
 from megacompile.passes.schedule.updates import (
     insert_device_update,
+    insert_norms,
     insert_update_graph,
     insert_updates,
+    offload_gradients,
 )
 from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.plan.setting import Setting
-from megacompile.progress import bar
 
 _REMEMBERED = 8  # captures, with their stages
 
@@ -107,38 +107,34 @@ class Pipeline:
 
     def _stages_of(self, capture: Capture, whole: bool) -> Schedule:
         options = self.setting.options
-        causal = functools.partial(use_causal_attention, lowering=options.lowering)
-        chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
-        losses: list[_CapturePass] = []
+        passes: list[_CapturePass] = [
+            ("checkpoints", inline_checkpoints),
+            ("unpack", unpack),
+            ("numbers", take_numbers),
+            ("vmaps", fold_vmaps),
+            ("experts", functools.partial(take_grouped_products, device=options.device)),
+        ]
         if options.compute_dtype is not None:
             widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
-            losses.append(("losses", widen))
-        capture, reasons, history = _run_on_capture(
-            capture,
-            [
-                ("checkpoints", inline_checkpoints),
-                ("unpack", unpack),
-                ("numbers", take_numbers),
-                ("vmaps", fold_vmaps),
-                ("experts", functools.partial(take_grouped_products, device=options.device)),
-                ("causal", causal),
-                *losses,
-                ("chunk", chunk),
-            ],
-        )
-        for reason in reasons:
-            if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
-                notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reason}")
-        start = time.perf_counter()
-        stages = partition(capture, self.units, whole=whole)
-        stages = replace(stages, history=_recorded("partition", "", stages, start, history))
+            passes.append(("losses", widen))
+        history: _History = ()
+        for name, rewrite in passes:
+            capture, history = _recorded(name, rewrite, capture, history)
+        values, lowering = propagate(capture), options.lowering
+        causal = functools.partial(use_causal_attention, values=values, lowering=lowering)
+        chunk = functools.partial(chunk_head, values=values, lowering=lowering, head=options.head)
+        for name, rewrite in (("causal", causal), ("chunk", chunk)):
+            capture, history = _recorded(name, rewrite, capture, history)
+        cut = functools.partial(partition, values=values, units=self.units, whole=whole)
+        stages, history = _recorded("partition", cut, capture, history)
+        stages = replace(stages, history=history)
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = _run(stages, [("strides", settle)])
         counts = len(capture.inputs), capture.device, len(stages.stages)
         text = "%s: %d inputs on %s, %d stages"
         log.logger("capture").info(text, capture.name, *counts)
-        return replace(stages, plan=Plan(reasons=reasons))
+        return stages
 
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Run the passes before the choice of a plan."""
@@ -296,32 +292,18 @@ class Pipeline:
         code = functools.partial(
             lower,
             lowering=self.setting.options.lowering,
-            progress=self._progress,
+            progress=self.setting.options.progress,
             to_come=self.to_come,
             waits=waits,
         )
         return _run(schedule, [("lower", code)])
 
-    def _progress(
-        self, work: Iterable[tuple[Template, Code]], total: int
-    ) -> Iterator[tuple[Template, Code]]:
-        options = self.setting.options
-        compiles = options.lowering is Lowering.INDUCTOR and total  # else a bar would flicker
-        show = options.progress if compiles else False
-        with bar("compiling stages", total, show) as step:
-            for item in work:
-                yield item
-                step(1)
-
     def retain(self, schedules: Collection[Schedule]) -> None:
         """Forget the templates that none of these schedules uses."""
         used = {template for schedule in schedules for template in schedule.templates}
-        count = 0
-        while len(used) > count:
-            count = len(used)
-            for key, template in self.templates.items():
-                if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
-                    used.add(key[0])  # the template that it was derived from
+        for key, template in reversed(list(self.templates.items())):
+            if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
+                used.add(key[0])  # the template that it was derived from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]
 
@@ -330,7 +312,7 @@ class Pipeline:
 # history: it is only simulated, and there are many of them.
 
 _SchedulePass = tuple[str, Callable[[Schedule], Schedule]]
-_CapturePass = tuple[str, Callable[[Capture], Capture | tuple[Capture, tuple[str, ...]]]]
+_CapturePass = tuple[str, Callable[[Capture], Capture]]
 _History = tuple[PassRecord, ...]
 
 
@@ -340,38 +322,23 @@ def _run(schedule: Schedule, passes: Sequence[_SchedulePass]) -> Schedule:
         if schedule.draft:
             schedule = function(schedule)
         else:
-            was, start = _actions(schedule), time.perf_counter()
-            after = function(schedule)
-            history = _recorded(name, was, after, start, schedule.history)
+            after, history = _recorded(name, function, schedule, schedule.history)
             schedule = replace(after, history=history)
     return schedule
 
 
-def _run_on_capture(
-    capture: Capture, passes: Sequence[_CapturePass]
-) -> tuple[Capture, tuple[str, ...], _History]:
-    """Run passes on a captured graph; also returns their reasons, for the plan."""
-    reasons: tuple[str, ...] = ()
-    history: _History = ()
-    for name, function in passes:
-        was, start = _actions(capture), time.perf_counter()
-        result = function(capture)
-        capture, why = (result, ()) if isinstance(result, Capture) else result
-        history = _recorded(name, was, capture, start, history)
-        reasons += why
-    return capture, reasons, history
-
-
 def _recorded(
-    name: str, was: str, after: Schedule | Capture, start: float, history: _History
-) -> _History:
-    """The history with one more pass, which goes to the log too."""
+    name: str, function: Callable[[Any], Any], before: Schedule | Capture, history: _History
+) -> tuple[Any, _History]:
+    """Run a pass; returns its result, and the history with it, which goes to the log too."""
+    was, start = _actions(before), time.perf_counter()
+    after = function(before)
     time_s = time.perf_counter() - start
     graphs = [after.module.graph] if isinstance(after, Capture) else after.graphs.values()
     nodes = sum(len(graph.nodes) for graph in graphs)
     record = PassRecord(name, was, _actions(after), time_s, nodes)
     log.pass_done(after.name, record, history[-1].nodes if history else 0)
-    return (*history, record)
+    return after, (*history, record)
 
 
 def _actions(of: Schedule | Capture) -> str:

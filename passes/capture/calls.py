@@ -1,4 +1,5 @@
-"""Rewrites calls that Dynamo captures: most cannot be cut into stages as they are.
+"""Rewrites calls that Dynamo captures, in the capture's graph: most cannot be cut into stages as
+they are.
 
 `inline_checkpoints` inlines the bodies of activation checkpoints, because `plan` decides for every
 stage what to save and what to recompute. A model's results do not depend on its checkpoints.
@@ -33,7 +34,7 @@ torch's own operator, which an eager call of the model uses (see `megacompile.co
 numbers. `torch.autocast` does the same and, on a GPU, includes `log_softmax`.
 
     before: loss = cross_entropy(logits, y)
-    after:  loss = cross_entropy(logits.float(), y)
+    after:  loss = cross_entropy(widened(logits), widened(y))
 """
 
 from __future__ import annotations
@@ -49,15 +50,14 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.capture import Capture, ConstantInput, GraphInput, NumberInput, PackedInput
-from megacompile.passes.capture.propagate import propagate
 
 WRAPPED = "megacompile.wrapped"  # in the meta of a wrapper
 
 
 def inline_checkpoints(capture: Capture) -> Capture:
-    """The capture without checkpoints; the same capture if it has none."""
-    if not any(_is_checkpoint(node) for node in capture.module.graph.nodes):
-        return capture
+    """The capture without checkpoints, with a graph of its own for the next passes to change."""
+    if not any(map(_is_checkpoint, capture.module.graph.nodes)):
+        return capture.fresh()
     graph = fx.Graph()
     graph.output(_copy(capture.module, graph, None, ""))
     return replace(capture, module=compat.graph_module(capture.module, graph))
@@ -91,14 +91,10 @@ def _copy(body: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any] | None, p
 
 
 def unpack(capture: Capture) -> Capture:
-    """The capture without packed inputs; the same capture if it has none. Raises
-    UnsupportedGraphError if the graph returns one."""
-    if not any(isinstance(item, PackedInput) for item in capture.inputs):
-        return capture
-    own = capture.fresh()
-    graph = own.module.graph
+    """The capture without packed inputs. Raises UnsupportedGraphError if the graph returns one."""
+    graph = capture.module.graph
     inputs: list[GraphInput] = []
-    for node, item in own.bound.items():
+    for node, item in capture.bound.items():
         if not isinstance(item, PackedInput):
             inputs.append(item)
             continue
@@ -115,21 +111,18 @@ def unpack(capture: Capture) -> Capture:
             user.replace_input_with(node, made)
         graph.erase_node(node)
         inputs += item.parts
-    return replace(own, inputs=tuple(inputs))
+    return replace(capture, inputs=tuple(inputs))
 
 
 def fold_vmaps(capture: Capture) -> Capture:
-    """The capture with a module call for each vmap; the same capture if it has none."""
-    if not capture.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
-        return capture
-    compat.VMAP_LOAD()
-    own = capture.fresh()
-    module, graph = own.module, own.module.graph
+    """The capture with a module call for each vmap."""
+    graph = capture.module.graph
     for node in graph.find_nodes(op="call_function", target=compat.VMAP_LOAD):
+        compat.VMAP_LOAD()
         graph.erase_node(node)
     for i, region in enumerate(_regions(graph)):
-        _fold(module, region, f"vmap_{i}")
-    return own
+        _fold(capture.module, region, f"vmap_{i}")
+    return capture
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -175,41 +168,21 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
 
 
 def take_numbers(capture: Capture) -> Capture:
-    """The capture with plain number inputs; the same capture if no number is passed as a tensor."""
-    if not any(_items(capture)):
-        return capture
-    own = capture.fresh()
-    for node, source in _items(own):
-        node.replace_all_uses_with(source)
-        own.module.graph.erase_node(node)
-    return own
-
-
-def _items(capture: Capture) -> list[tuple[fx.Node, fx.Node]]:
-    return [
-        (user, node)
-        for node, item in capture.bound.items()
-        if isinstance(item, (NumberInput, ConstantInput))
-        for user in list(node.users)
-        if user.op == "call_method" and user.target == "item"
-    ]
+    """The capture with plain number inputs."""
+    for node, item in capture.bound.items():
+        for user in list(node.users) if isinstance(item, (NumberInput, ConstantInput)) else ():
+            if user.op == "call_method" and user.target == "item":
+                user.replace_all_uses_with(node)
+                capture.module.graph.erase_node(user)
+    return capture
 
 
 def take_grouped_products(capture: Capture, device: torch.device) -> Capture:
-    """The capture with torch's grouped matrix products instead of transformers' fallback; the same
-    capture if it has no fallback."""
-    if not _others(capture.module.graph, device):
-        return capture
-    own = capture.fresh()
-    for node, target in _others(own.module.graph, device):
-        node.target = target
-    return own
-
-
-def _others(graph: fx.Graph, device: torch.device) -> list[tuple[fx.Node, Any]]:
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    each = [(node, compat.eager_grouped_mm(node.target, device)) for node in calls]
-    return [(node, target) for node, target in each if target is not None]
+    """The capture with torch's grouped matrix products instead of transformers' fallback."""
+    for node in capture.module.graph.nodes:
+        if node.op == "call_function":
+            node.target = compat.eager_grouped_mm(node.target, device) or node.target
+    return capture
 
 
 # Functions of torch.nn.functional, their callees, and methods, by name.
@@ -225,21 +198,21 @@ _LOG_SOFTMAX = "log_softmax"
 
 
 def widen_losses(capture: Capture, *, compute_dtype: torch.dtype) -> Capture:
-    """The capture with losses whose inputs are never in `compute_dtype`; the same capture if
-    nothing changes."""
+    """The capture with losses whose inputs are never in `compute_dtype`."""
     names = _LOSSES | ({_LOG_SOFTMAX} if capture.device.type == "cuda" else set())
-    if not any(_is_loss(node, names) for node in capture.module.graph.nodes):
-        return capture
-    own = capture.fresh()
-    values = propagate(own)
-    for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
+    graph = capture.module.graph
+    for node in [n for n in graph.nodes if _is_loss(n, names)]:
         for given in dict.fromkeys(node.all_input_nodes):
-            if getattr(values.of.get(given), "dtype", None) is compute_dtype:
-                with own.module.graph.inserting_before(node):
-                    wide = own.module.graph.call_method("float", (given,))
-                wide.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
-                node.replace_input_with(given, wide)
-    return own
+            with graph.inserting_before(node):
+                wide = graph.call_function(widened, (given, compute_dtype))
+            wide.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+            node.replace_input_with(given, wide)
+    return capture
+
+
+def widened(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor of this dtype in float32; other values unchanged."""
+    return value.float() if getattr(value, "dtype", None) is dtype else value
 
 
 def _is_loss(node: fx.Node, names: set[str]) -> bool:

@@ -32,53 +32,46 @@ from torch import fx
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import Number, TensorMeta, tensors_bytes
 from megacompile.options import Lowering
-from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.passes.capture.propagate import Values
 from megacompile.text import format_bytes
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Shape = Sequence[Any]  # ints, and expressions of the symbols
 
 
-def use_causal_attention(
-    capture: Capture, *, lowering: Lowering
-) -> tuple[Capture, tuple[str, ...]]:
-    """The capture without known attention masks, and a log line on them.
-
-    The same capture if nothing changes, and always with `EAGER`, which is bitwise.
-    """
-    if lowering is Lowering.EAGER:
-        return capture, ()
-    if not any(map(_mask_of, capture.module.graph.nodes)):
-        return capture, ()
-    own = capture.fresh()
-    graph, values = own.module.graph, propagate(own)
+def use_causal_attention(capture: Capture, *, values: Values, lowering: Lowering) -> Capture:
+    """The capture without known attention masks, changed in place; `values` are of its graph, and
+    get a line on the masks. Nothing changes with `EAGER`, which is bitwise."""
+    graph, planned = capture.module.graph, capture.planned
+    if lowering is Lowering.EAGER or not any(map(_mask_of, graph.nodes)):
+        return capture
     known = _known(graph, values)
     sizes: dict[fx.Node, int] = {}
-    conditions: list[Any] = []
     count = 0
     for node in graph.nodes:
         mask = _mask_of(node)
         if mask is None:
             continue
-        found = _attention(node, mask, known[mask], values, own.planned)
+        found = _attention(node, mask, known[mask], values, planned)
         if found is not None:
             named = _named(node) | {"attn_mask": None, "is_causal": found[0]}
             node.args = tuple(named.pop(name) for name in _ATTENTION[:3])
             node.kwargs = named
             sizes[mask] = tensors_bytes(values.meta(mask))
-            conditions += found[1]
+            values.require(found[1])
             count += 1
     if not count:
         line = "attention masks are materialized: they are not recognized for every size"
-        return capture, ((line,) if capture.planned else ())
+        values.reasons += [line] if planned else []
+        return capture
     unused = set(sizes)  # masks without a reader, and the nodes that built them
     for node in reversed(graph.nodes):
         if node in unused and not node.users and node.op in ("call_function", "call_method"):
             unused.update(filter(_name, node.all_input_nodes))
             graph.erase_node(node)
     size = format_bytes(max(sizes.values()))
-    line = f"{count} attentions are causal without a mask, which would take {size}"
-    return own.under(conditions), (line,)
+    values.reasons.append(f"{count} attentions are causal without a mask, which would take {size}")
+    return capture
 
 
 def _mask_of(node: fx.Node) -> fx.Node | None:

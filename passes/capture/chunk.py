@@ -27,18 +27,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.ir.capture import Capture
 from megacompile.ir.head import ALIGNED_ROWS, equal_chunks, linear_cross_entropy
 from megacompile.ir.tensors import Number, TensorMeta
 from megacompile.options import Head, Lowering
-from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.passes.capture.calls import widened
+from megacompile.passes.capture.propagate import Values
 from megacompile.passes.edit import put, written
 from megacompile.text import format_bytes
 
 CHUNK_BYTES = 2**30  # of logits at a time; "auto" keeps smaller heads whole
 
-_CASTS = {"float", "to", "type"}
+_CASTS = {"float", "to", "type", widened}
 _COPIES = {"contiguous", "clone", torch.clone}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"} | {
     *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze)
@@ -55,48 +56,44 @@ _LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {  # with the names of thei
 _REDUCTIONS = {"mean": True, 1: True, "sum": False, 2: False}
 _EVERY_CLASS = slice(None), slice(0, None)
 
-STOOD_BACK = "the head is whole: "  # prefix of a reason if a loss was found
-
 
 def chunk_head(
-    capture: Capture, *, head: Head, lowering: Lowering, chunk_bytes: int | None = None
-) -> tuple[Capture, tuple[str, ...]]:
-    """The capture with every possible head in chunks, and a log line on each loss; an unchanged
-    capture is the same object. `chunk_bytes`: of logits per chunk; default: `CHUNK_BYTES`."""
-    limit_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    if not any(node.target in _LOSSES for node in capture.module.graph.nodes):
-        return capture, ("no head: no cross_entropy was captured",) if head is Head.CHUNKED else ()
-    if head is Head.WHOLE:
-        return capture, (f"{STOOD_BACK}head='whole'",)
-    if head is Head.AUTO and lowering is Lowering.EAGER:
-        why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
-        return capture, (f"{STOOD_BACK}{why}",)
-    own = capture.fresh()
-    finder = _Finder(own, propagate(own), limit_bytes)
-    heads, reasons, conditions = [], [], []
-    for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:
+    capture: Capture,
+    *,
+    values: Values,
+    head: Head,
+    lowering: Lowering,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Capture:
+    """The capture with every possible head in chunks, changed in place; `values` are of its graph,
+    and get a line on each loss. `chunk_bytes`: of logits per chunk."""
+    losses = [node for node in capture.module.graph.nodes if node.target in _LOSSES]
+    finder, reasons = _Finder(capture, values, chunk_bytes), values.reasons
+    if not losses and head is Head.CHUNKED:
+        reasons.append("no head: no cross_entropy was captured")
+    for loss in losses:
         try:
+            if head is Head.WHOLE:
+                raise _Whole("head='whole'")
+            if head is Head.AUTO and lowering is Lowering.EAGER:
+                raise _Whole("lowering='eager' is bitwise; head='chunked' is equal up to rounding")
             found = finder.find(loss)
             if head is Head.AUTO:
-                if isinstance(
-                    found.any_rows, sympy.Basic
-                ):  # the program is valid on this side of the limit
-                    most = limit_bytes // found.row_bytes
+                if isinstance(found.any_rows, sympy.Basic):  # valid on this side of the limit
+                    most = chunk_bytes // found.row_bytes
                     side = sympy.Le if found.rows <= most else sympy.Gt
-                    conditions.append(side(found.any_rows, most))
-                if found.logits_bytes <= limit_bytes:
-                    size, least = format_bytes(found.logits_bytes), format_bytes(limit_bytes)
+                    values.require([side(found.any_rows, most)])
+                if found.logits_bytes <= chunk_bytes:
+                    size, least = format_bytes(found.logits_bytes), format_bytes(chunk_bytes)
                     raise _Whole(f"its logits take {size}, no more than {least}")
         except _Whole as why:
-            reasons.append(f"{STOOD_BACK}{why}")
+            reasons.append(f"the head is whole: {why}")
+            if head is Head.CHUNKED:
+                notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reasons[-1]}")
             continue
-        heads.append(found)
-        reasons.append(f"the head of {found}")
-    if not heads:
-        return capture.under(conditions), tuple(reasons)
-    for found in heads:
         finder.rewrite(found)
-    return own.under(conditions), tuple(reasons)
+        reasons.append(f"the head of {found}")
+    return capture
 
 
 class _Whole(Exception):
@@ -154,7 +151,7 @@ class _Finder:
         chain, linear = self._walk(loss, of["input"])
         parts = self._bind(linear, ("input", "weight", "bias"))
         read = (parts["input"], parts["weight"], parts.get("bias"))
-        rows, any_rows = self._rows(chain[-1] if chain else linear, of["target"])
+        rows, any_rows = self._rows([linear, *chain], of["target"])
         classes = self.meta(linear).shape[-1]
         row_bytes = classes * self.meta(linear).dtype.itemsize
         known = rows if any_rows == rows else None
@@ -211,7 +208,7 @@ class _Finder:
                     raise _Whole(f"the logits ({node}) are also used by {other}")
             if node.target is F.linear:
                 return tuple(reversed(chain)), node
-            if not self._commutes(node, last=user is loss):
+            if not self._commutes(node, last=user is loss or user.target is widened):
                 raise _Whole(f"its logits come through {node} ({_target(node)})")
             chain.append(node)
             node, user = _source(node), node
@@ -250,8 +247,9 @@ class _Finder:
         dims = [d % 3 for d in order]
         return dims == [0, 2, 1] if node.target in _PERMUTES else sorted(dims) == [1, 2]
 
-    def _rows(self, logits: fx.Node, target: Any) -> tuple[int, Any]:
+    def _rows(self, chain: Sequence[fx.Node], target: Any) -> tuple[int, Any]:
         """The rows of the loss's input: the planned number, and an expression of the symbols."""
+        logits = next(node for node in reversed(chain) if node.target is not widened)
         shape, meta = self.meta(logits).shape, self.meta(target)
         leading = (shape[0], *shape[2:]) if len(shape) > 1 else ()
         rows = math.prod(leading)
@@ -279,6 +277,10 @@ class _Finder:
         found.loss.replace_all_uses_with(_placed_like(found.linear, loss))
         for node in (found.loss, *reversed(found.chain), found.linear):
             graph.erase_node(node)
+        needs_grad = self.meta(found.loss).requires_grad
+        for node in graph.nodes:
+            if node not in self.values.of:
+                self.values.add(node, requires_grad=needs_grad)
 
     def _hidden(self, graph: fx.Graph, found: _Head) -> fx.Node:
         """The linear layer's input with the slices and reshapes of the logits applied."""

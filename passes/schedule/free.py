@@ -1,4 +1,6 @@
-"""Inserts a free where each value dies.
+"""Inserts frees and tokens, when all other ops are in place.
+
+`insert_free` frees each value where it dies.
 
     before: 2F(y1) 3F(y2)        after: 2F(y1) del y1 3F(y2) del y2
 
@@ -8,6 +10,16 @@ a stall, such a free is placed after the next backward (in a forward: forward), 
 `plan.state_delay` ones for new optimizer states and `plan.saved_delay` for saved tensors on the
 host. If fewer computes are left, the free of states, and of gradients that the update takes, is
 deferred to the next forward (`defer_free`, `insert_drain`).
+
+`insert_tokens` orders ops across graphs: an op that touches a bucket on the host names its last
+writer.
+
+    before: 3PREFETCH@1              after: 3PREFETCH@1 after=(weights_3)
+
+The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
+of that part, and a backward or an update returns the last ops that wrote a part (see
+`megacompile.ir.edges`). The compute stream is in order across graphs, so its ops need tokens only
+for gradients. The ops of an update already wait for these.
 """
 
 from __future__ import annotations
@@ -16,14 +28,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.edges import take, token_of, written
+from megacompile.ir.edges import Place, add, take, token_of, tokens_of, written
 from megacompile.ir.ops import Part, Value
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import outliving, owns, producer, reads, taken
-from megacompile.passes.edit import last_item
+from megacompile.passes.edit import body_of, last_item
 
 
 def insert_free(schedule: Schedule) -> Schedule:
@@ -145,3 +158,40 @@ def insert_drain(graph: fx.Graph, *, late: bool = False, after: int = 0) -> None
     position = max(len(computes) - 2, 0) if late else len(computes) // 2
     with graph.inserting_after(last_item(computes[max(position, after)])):
         ops.call(graph, ops.drain, name="drained")
+
+
+def insert_tokens(schedule: Schedule) -> Schedule:
+    """Make graphs take and return tokens."""
+    new = schedule.copy()
+    for name, graph in new.graphs.items():
+        if name != "update":
+            _wait(graph)
+        if name != "forward":
+            _return(graph)
+    return new
+
+
+def _wait(graph: fx.Graph) -> None:
+    touched: set[Place] = set()
+    tokens, body = tokens_of(graph), body_of(graph)
+    for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
+        bucket = ops.bucket_of(node)
+        op = ops.effects(node)
+        for part in op.reads:
+            # the compute stream is in order after the last write of a resident bucket
+            in_order = op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
+            if (bucket.key, part) in touched or in_order:
+                continue
+            token = tokens.get((bucket.key, part)) or add(graph, bucket, part, body)
+            after = node.kwargs.get("after", ())
+            compat.set_kwargs(node, {**node.kwargs, "after": (token, *after)})  # type: ignore[misc]
+        touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
+
+
+def _return(graph: fx.Graph) -> None:
+    last: dict[Place, fx.Node] = {}
+    for node in ops.nodes_that(graph, lambda op: op.writes):
+        last |= dict.fromkeys(written(node), node)
+    *others, _ = ops.returned(graph)
+    tokens = sorted(set(last.values()))  # in program order, so the later of two wrote last
+    compat.set_args(graph.output_node(), ((*others, tuple(tokens)),))

@@ -21,7 +21,7 @@ from megacompile.ir.ops import Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import taken
 from megacompile.passes.edit import copied, last_item
-from megacompile.passes.schedule.offload_grad import last_gradients
+from megacompile.passes.schedule.updates import last_gradients
 
 
 def insert_all_gather(schedule: Schedule) -> Schedule:

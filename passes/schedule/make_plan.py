@@ -14,6 +14,7 @@ from dataclasses import replace
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.plan import Choice, Places, Plan, SavedPart, StagePlan, Tier, Updater
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
 from megacompile.text import format_bytes, numbered
 
 
@@ -82,8 +83,9 @@ def make_plan(
         longest = max(gaps, default=2 if away else 1)
         delay = choice.state_delay
         plan = Plan(places, tuple(rows), state_delay=delay, saved_delay=longest)
-    reasons = (*schedule.plan.reasons, *_tiles(schedule, choice.tiles, cut))
-    return replace(schedule, plan=replace(plan, reasons=(*reasons, *_reasons(schedule, plan))))
+    uncut = () if choice.tiles == 1 else [s for s in stages if s.index not in cut]
+    reasons = (*schedule.plan.reasons, *_reasons(schedule, plan, uncut))
+    return replace(schedule, plan=replace(plan, reasons=reasons))
 
 
 def stages_on_host(schedule: Schedule, choice: Choice, *, lookahead: int) -> frozenset[int]:
@@ -134,37 +136,19 @@ def _trained_numel(schedule: Schedule, places: Places) -> dict[int, int]:
     }
 
 
-def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> Iterator[str]:
-    """The stages that run in tiles, and why others do not."""
-    if tiles == 1:
-        return
-    count = len(schedule.stages)
-    changing = sum(stage.traced.symbols is not None for stage in schedule.stages)
-    if cut:
-        where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
-        yield (
-            f"tokenwise pieces run in {tiles} tiles{where}; their weight gradients "
-            "are summed in float32"
-        )
-    if changing:
-        yield (
-            f"{changing} of {count} stages are not tiled: their sizes change from call to call "
-            "(dynamic=False)"
-        )
-    if others := count - changing - len(cut):
-        not_tiled = "they have no tokenwise matrix product"
-        yield (
-            f"{others} of {count} stages are not tiled: {not_tiled}"
-            if cut
-            else "nothing is tiled: no matrix product is tokenwise"
-        )
-
-
-def _reasons(schedule: Schedule, plan: Plan) -> Iterator[str]:
+def _reasons(schedule: Schedule, plan: Plan, uncut: Sequence[Stage]) -> Iterator[str]:
+    """Lines on a plan; `uncut`: the stages that do not run in tiles although the plan has some."""
+    for changes in sorted({stage.traced.symbols is not None for stage in uncut}):
+        count = sum((stage.traced.symbols is not None) == changes for stage in uncut)
+        why = "sizes that change (dynamic=False)" if changes else "no tokenwise matrix product"
+        yield f"{count} of {len(schedule.stages)} stages are not tiled: they have {why}"
     if schedule.backward is None:
         yield "nothing is saved: no backward follows"
-    else:
-        yield from _of_stages(plan)
+    for row in dict.fromkeys(plan.stages) if schedule.backward is not None else ():
+        mine = [i for i, other in enumerate(plan.stages) if other == row]
+        which = numbered("stage", mine[0], mine[-1])
+        every = "" if mine[-1] - mine[0] < len(mine) else f"{len(mine)} of "
+        yield f"{every}{which}: {row.treatment}"
     if plan.resident:
         size = format_bytes(sum(b.shard_bytes for b in schedule.buckets if b.key in plan.resident))
         buckets = f"{len(plan.resident)} of {len(schedule.buckets)} buckets are resident"
@@ -182,36 +166,4 @@ def _reasons(schedule: Schedule, plan: Plan) -> Iterator[str]:
         yield (
             f"optimizer.step() updates {numbered('bucket', labels[0], labels[-1])} ({part:.0%} of "
             "the streamed parameters) on the device while the host updates the others"
-        )
-
-
-def _of_stages(plan: Plan) -> Iterator[str]:
-    rows = plan.stages
-    away = sorted(plan.keep & plan.offload)
-    kept = sorted(plan.keep - plan.offload)
-    if not kept:
-        yield "every stage is recomputed" if not away else "no stage is kept on the device"
-    elif len(kept) == len(rows):
-        yield "every stage is kept"
-    else:
-        yield f"{numbered('stage', kept[0], kept[-1])} {'is' if len(kept) == 1 else 'are'} kept"
-    half = {i for i, row in enumerate(rows) if row.saved is SavedPart.HALF}
-    if half.intersection(kept):
-        yield "all but the last save only half and recompute the rest"
-    if away:
-        part = "half of what" if half.intersection(away) else "what"
-        yield (
-            f"{len(away)} stages from {away[0]} to {away[-1]} are kept on the host: {part} they "
-            "save is copied there after their forward and fetched before their backward, which "
-            "recomputes the rest"
-        )
-    if waiting := sorted(plan.offload - plan.keep):
-        yield (
-            f"saved tensors of {numbered('stage', waiting[0], waiting[-1])} wait on the host; the "
-            f"backward begins with the other {len(rows) - len(waiting)}"
-        )
-    if again := sorted(plan.rerun):
-        yield (
-            f"{numbered('stage', again[0], again[-1])}, every other one, run again in the "
-            "backward: their outputs are not saved"
         )

@@ -111,16 +111,14 @@ def _insert(
     with graph.inserting_before(body):
         ops.call(graph, ops.begin, name="start")
         for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
-            alone = bucket.ranks == 1  # else the resident part is gathered in a slot
-            if bucket.key in resident and alone and bucket.key not in in_place:
+            if bucket.key in resident and bucket.ranks == 1:  # else its part is gathered in a slot
                 name = f"w{bucket.suffix}"
                 in_place[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
-    weights: list[dict[int, fx.Node]] = []  # bucket key -> prefetch, for each use
+    weights: dict[int, fx.Node] = {}  # bucket key -> prefetch, of the use before
     counts = Counter[int]()
     for i, use in enumerate(all_uses):
-        at_hand = {**(weights[-1] if weights else {}), **in_place}
+        at_hand, weights = {**weights, **in_place}, {}
         where = first_node(all_uses[max(0, i - lookahead)])
-        weights.append({})
         for bucket in use.buckets:
             if bucket.key not in at_hand:
                 counts[bucket.key] += 1
@@ -129,22 +127,18 @@ def _insert(
                 with graph.inserting_before(where):
                     node = ops.call(graph, ops.prefetch, bucket, None, name=name, after=())
                 at_hand[bucket.key] = node
-            weights[i][bucket.key] = at_hand[bucket.key]
-    for use, given in zip(all_uses, weights, strict=True):
+            weights[bucket.key] = at_hand[bucket.key]
         for node in use.nodes:
-            if node.target is ops.update:
-                (bucket, _, *others) = ops.arguments(node)
-                taken_here = given[bucket.key] if buckets_read(node) else None
-                compat.set_args(node, (bucket, taken_here, *others))
-                continue
+            read = {bucket.key: weights[bucket.key] for bucket in buckets_read(node)}
+            first, second, *others = ops.arguments(node)
             if node.target is ops.update_in_place:
-                for bucket in buckets_read(node):
-                    compat.set_kwargs(node, {"after": (given[bucket.key],)})
-                continue
-            stage = ops.arguments(node)[0]
-            read = {bucket.key for bucket in buckets_read(node)}
-            taken = tuple(given[b.key] if b.key in read else None for b in stage.buckets)
-            compat.set_args(node, (stage, taken, *node.args[2:]))
+                if read:
+                    compat.set_kwargs(node, {"after": tuple(read.values())})
+            elif node.target is ops.update:
+                compat.set_args(node, (first, read.get(first.key), *others))
+            else:
+                taken = tuple(read.get(bucket.key) for bucket in first.buckets)
+                compat.set_args(node, (first, taken, *others))
 
 
 _PREPARES = (

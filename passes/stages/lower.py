@@ -12,7 +12,7 @@ import math
 import re
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from megacompile.ir.tensors import TensorMeta, dense, is_dense
 from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
 from megacompile.options import Lowering
 from megacompile.passes.stages.numbers import compiled, prepared
+from megacompile.progress import bar
 
 Wanted = tuple[Template, Code]
-Progress = Callable[[Iterable[Wanted], int], Iterable[Wanted]]
 Function = Callable[..., Sequence[Any]]
 
 
@@ -38,7 +38,7 @@ def lower(
     schedule: Schedule,
     *,
     lowering: Lowering,
-    progress: Progress,
+    progress: bool | None,
     to_come: CodeToCome,
     waits: bool,
 ) -> Schedule:
@@ -47,23 +47,26 @@ def lower(
     With Inductor, this process compiles the largest graph, because it has more kernel workers than
     a helper process. Then it goes up from the smallest, while helpers, if there are any, come down
     from the second-largest. Without `waits`, stages run uncompiled until helper processes have
-    compiled them (`to_come`).
+    compiled them (`to_come`). `progress`: show a bar; None: on a terminal.
     """
     graphs = schedule.graphs.values()
     nodes = (n for graph in graphs for n in ops.nodes_that(graph, lambda op: op.code is not None))
     runs = dict.fromkeys((ops.arguments(n)[0].traced, ops.code_of(n)) for n in nodes)
     wanted = [(template, code) for template, code in runs if code not in template.code]
     if lowering is Lowering.EAGER:
-        for template, code in progress(wanted, len(wanted)):
+        for template, code in wanted:
             template.code[code] = _lowered(template.graphs[code], direct)
         return schedule
     wanted.sort(key=lambda item: len(item[0].graphs[item[1]].graph.nodes))
     wanted = to_come.without(wanted, waits=waits)
     others = functools.partial(_graphs, wanted[:-1])  # this process takes the largest
     wanted = [*wanted[-1:], *wanted[:-1]]
-    with compile_pool.compiling(others, len(wanted), to_come.device) as take:
-        for template, code in progress(wanted, len(wanted)):
+    pool = compile_pool.compiling(others, len(wanted), to_come.device)
+    show = progress if wanted else False  # a bar would flicker
+    with pool as take, bar("compiling stages", len(wanted), show) as step:
+        for template, code in wanted:
             template.code[code] = _compiled(template.graphs[code], take)
+            step(1)
     return schedule
 
 
@@ -205,44 +208,27 @@ def direct(module: fx.GraphModule) -> Function:
 def uncompiled(module: fx.GraphModule) -> Function:
     """The code that runs until Inductor's is ready; results have the strides of Inductor's code.
 
-    Strides of kernels' results may differ from the traced ones. So views become reshapes, which may
-    copy, and a tensor gets its traced strides before `as_strided` reads its memory by address.
+    Strides of kernels' results may differ from the traced ones, so views become reshapes, which may
+    copy.
     """
     graph = compat.copy_graph(module.graph)
     for node in graph.nodes:
         sizes = isinstance(node.args[1], (list, tuple)) if len(node.args) > 1 else False
         if sizes and compat.operator_name(node.target) in ("view", "_unsafe_view"):
             node.target = torch.ops.aten.reshape.default
-        elif _reads_addresses(node):
-            meta = TensorMeta.of(node.args[0].meta["val"])
-            with graph.inserting_before(node):
-                laid = graph.call_function(dense, (node.args[0], meta.stride, meta.shape))
-            node.args = (laid, *node.args[1:])
     return with_strides(direct(compat.graph_module(module, graph)), _metas(module))
 
 
 def _runs_uncompiled(template: Template) -> bool:
-    """True if a template's graphs can run with the kernels' strides, in the planned memory."""
+    """True if a template's graphs can run with the kernels' strides, in the planned memory: unless
+    they read values by addresses."""
     modules = (part for graph in template.graphs.values() for part in _parts(graph))
     nodes = (node for module in modules for node in module.graph.nodes)
     return not any(
-        compat.is_higher_order(node.target) or (_reads_addresses(node) and not _is_whole(node))
+        compat.is_higher_order(node.target) or "as_strided" in compat.operator_name(node.target)
         for node in nodes
         if node.op == "call_function"
     )
-
-
-def _reads_addresses(node: fx.Node) -> bool:
-    return node.op == "call_function" and "as_strided" in compat.operator_name(node.target)
-
-
-def _is_whole(node: fx.Node) -> bool:
-    """True if `as_strided` reads a dense result, which starts where its memory starts."""
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or source.op == "placeholder":
-        return False
-    meta = TensorMeta.of(source.meta["val"])
-    return is_dense(meta, meta.stride) and not getattr(source.target, "is_view", False)
 
 
 def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:

@@ -30,27 +30,29 @@ from megacompile.ir.capture import (
     ParamInput,
     TensorInput,
 )
+from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage
 from megacompile.ir.tensors import Meta, Number, TensorMeta, symbols_in
 from megacompile.ir.values import input_of
-from megacompile.passes.capture.interpret import Interpreter, number_of
-from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.passes.capture.propagate import Interpreter, Values, number_of
 from megacompile.passes.edit import add_item, written
 from megacompile.passes.stages.segments import Segment, compute_nodes, cut, is_autocast
 
 
-def partition(capture: Capture, units: Sequence[Unit], *, whole: bool = False) -> Schedule:
+def partition(
+    capture: Capture, *, values: Values, units: Sequence[Unit], whole: bool = False
+) -> Schedule:
     """The schedule with only stages: no weights, no backward.
 
     Args:
+        values: of the captured graph.
         whole: one stage for the whole graph.
 
     Raises:
         UnsupportedGraphError: the graph changes a parameter in place, returns one, or has an
             untraceable operator.
     """
-    values = propagate(capture)
     nodes = compute_nodes(capture, values)
     segments = cut(capture, nodes, values, units)
     if whole and segments:
@@ -245,6 +247,7 @@ class _Builder:
             None,
             tuple(stages),
             symbols=self.values.symbols,
+            plan=Plan(reasons=tuple(self.values.reasons)),
             recorded=tuple(sources[node].name for node in recorded),
             views=tuple(self._views()),
             input_views=tuple(
@@ -370,11 +373,10 @@ def _laid_out(
     made = {node: copied(node) for node in wanted}
     graph.output(tuple(made.values()))
     alone = replace(capture, module=compat.graph_module(capture.module, graph))
-    interpreter = Interpreter(alone, type(values)())
+    interpreter = Interpreter(alone)
     with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes, torch.no_grad():
-        interpreter.constants = interpreter.fake_constants()
         try:
-            interpreter.run(*map(interpreter.fake_input, capture.inputs))
+            interpreter.run(*interpreter.fake_inputs())
         except compat.UNTRACEABLE:
             return  # these outputs stay results of stages
         for node, source in wanted.items():

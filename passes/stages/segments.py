@@ -67,7 +67,7 @@ def cut(
     owners = _owners(capture, nodes, values, units)
     segments = _cut_between_owners(owners, _live_bytes(nodes, values), units)
     segments = _join_small(segments, units)
-    return _merge_inseparable(nodes, values, segments)
+    return _merge_inseparable(capture.module.graph, nodes, values, segments)
 
 
 def _is_item(node: fx.Node, values: Values) -> bool:
@@ -167,7 +167,7 @@ def _join_small(segments: Sequence[Segment], units: Sequence[Unit]) -> list[Segm
 
 
 def _merge_inseparable(
-    nodes: Sequence[fx.Node], values: Values, segments: Sequence[Segment]
+    graph: fx.Graph, nodes: Sequence[fx.Node], values: Values, segments: Sequence[Segment]
 ) -> list[Segment]:
     position = {node: p for p, node in enumerate(nodes)}
     segment_at = [i for i, s in enumerate(segments) for _ in range(s.start, s.stop)]
@@ -178,7 +178,7 @@ def _merge_inseparable(
             if last > position[node]:
                 spans.append((position[node], last))
     for key in {key for node in nodes for key in values.mutates[node]}:
-        holders = [n for n, keys in values.storages.items() if key in keys and n.op != "output"]
+        holders = [n for n in graph.nodes if key in values.storages[n] and n.op != "output"]
         uses = [position[user] for holder in holders for user in holder.users if user in position]
         made = [position[holder] for holder in holders if holder in position]
         crossing = [  # inputs of the graph, and values that another segment reads

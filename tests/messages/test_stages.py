@@ -146,7 +146,7 @@ def test_heads_that_stay_whole() -> None:
 LONG = 2**30 // 4 // ROWS // CLASSES  # its logits take a GiB, nearly
 CHUNKS: dict[str, tuple[int, dict[str, Any]]] = {
     "the head is whole: head='whole'": (LENGTH, {"head": "whole"}),
-    "the head is whole: lowering='eager' is bitwise, and head='chunked' is equal up to rounding": (
+    "the head is whole: lowering='eager' is bitwise; head='chunked' is equal up to rounding": (
         LENGTH, {}
     ),
     "the head is whole: its logits take 1 GiB, no more than 1 GiB": (
@@ -188,12 +188,12 @@ def test_what_is_said_of_masks() -> None:
         (
             nn.Linear(8, 8),
             [
-                "tokenwise pieces run in 2 tiles, in 3 of 4 stages; their weight gradients are "
-                "summed in float32",
                 "1 of 4 stages are not tiled: they have no tokenwise matrix product",
+                "stages 1 to 2: recomputed, 2 tiles",
+                "stage 3: kept, 2 tiles",
             ],
         ),
-        (nn.LayerNorm(8), ["nothing is tiled: no matrix product is tokenwise"]),
+        (nn.LayerNorm(8), ["4 of 4 stages are not tiled: they have no tokenwise matrix product"]),
     ],
 )
 def test_what_a_plan_says_of_tiles(layer: nn.Module, lines: list[str]) -> None:

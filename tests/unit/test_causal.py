@@ -16,6 +16,7 @@ from megacompile import Lowering
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.causal import use_causal_attention
+from megacompile.passes.capture.propagate import propagate
 from tests import capturing
 
 ROWS, HEADS, LENGTH, WIDTH, WINDOW = 3, 2, 7, 4, 16
@@ -57,9 +58,11 @@ def of_any_length(mask: Mask, *, fewer: int = 0) -> Capture:
 
 def told(
     capture: Capture, lowering: Lowering = Lowering.INDUCTOR
-) -> tuple[list[tuple[bool, bool]], Capture, Any]:
-    """(has a mask, is_causal) of each attention after the pass; and what that gives."""
-    made, lines = use_causal_attention(capture, lowering=lowering)
+) -> tuple[list[tuple[bool, bool]], torch.fx.Graph, tuple[str, ...], list[Any]]:
+    """(has a mask, is_causal) of each attention after the pass; the graph, lines, conditions."""
+    made = capture.fresh()
+    values = propagate(made)
+    use_causal_attention(made, values=values, lowering=lowering)
     made.module.graph.lint()
     found = []
     for node in made.module.graph.find_nodes(
@@ -67,7 +70,7 @@ def told(
     ):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         found.append((mask is not None, node.kwargs.get("is_causal", False)))
-    return found, made, lines
+    return found, made.module.graph, tuple(values.reasons), values.conditions
 
 
 def _packed(q: Any, k: Any, given: Any, n: Any) -> Any:
@@ -158,22 +161,24 @@ def both_ways(mask: Mask) -> list[Capture]:
 def test_causal_masks_are_not_made() -> None:
     for name, mask in CAUSAL.items():
         for capture in both_ways(mask):
-            found, made, (line,) = told(capture)
+            found, graph, (line,), _ = told(capture)
             assert found == [(False, True)] * 2, name
             assert line.startswith("2 attentions are causal")
-            targets = {node.target for node in made.module.graph.nodes}
+            targets = {node.target for node in graph.nodes}
             assert not targets & {operator.le, "__le__", torch.ones}, name
         if name not in FOR_ONE_LENGTH:
-            found, made, _ = told(of_any_length(mask))
-            assert found == [(False, True)] and not made.conditions, name
+            found, _, _, conditions = told(of_any_length(mask))
+            assert found == [(False, True)] and not conditions, name
 
 
 def test_other_masks_stay() -> None:
     for name, mask in OTHERS.items():
         for capture in both_ways(mask):
-            assert told(capture) == ([(True, False)] * 2, capture, ()), name
+            found, graph, lines, _ = told(capture)
+            assert (found, lines) == ([(True, False)] * 2, ()), name
+            assert str(graph) == str(capture.module.graph)
         if name in OTHERS_FOR_ALL:
-            found, _, lines = told(of_any_length(mask))
+            found, _, lines, _ = told(of_any_length(mask))
             assert found == [(True, False)] and len(lines) == 1, name
 
 
@@ -182,9 +187,9 @@ def test_masks_that_allow_everything_go_and_those_that_are_returned_are_made() -
     cached: Mask = lambda q, k, given, n: k < q + n  # noqa: E731  # as behind a cache's length
     for capture in (fixed(everything), of_any_length(everything), of_any_length(cached)):
         assert told(capture)[0] == [(False, False)]
-    found, made, _ = told(fixed(CAUSAL["<="], returns=True))
+    found, graph, *_ = told(fixed(CAUSAL["<="], returns=True))
     assert found == [(False, True)]
-    assert [n for n in made.module.graph.nodes if n.target is operator.le]
+    assert [n for n in graph.nodes if n.target is operator.le]
 
 
 def test_what_is_left_as_it_is() -> None:
@@ -205,16 +210,18 @@ def test_what_is_left_as_it_is() -> None:
 
     assert told(capturing.traced(fewer_queries, X))[0] == [(True, False)]
     for capture in (fixed(CAUSAL["<="]), of_any_length(CAUSAL["<="])):
-        assert told(capture, lowering=Lowering.EAGER)[1:] == (capture, ()), "it is bitwise"
+        _, graph, lines, _ = told(capture, lowering=Lowering.EAGER)
+        assert str(graph) == str(capture.module.graph) and not lines, "it is bitwise"
 
 
 def test_a_window_is_known_up_to_its_length() -> None:
     """Longer contexts get another program."""
-    found, made, _ = told(of_any_length(lambda q, k, given, n: (k <= q) & (k > q - WINDOW)))
+    mask: Mask = lambda q, k, given, n: (k <= q) & (k > q - WINDOW)  # noqa: E731
+    found, _, _, conditions = told(of_any_length(mask))
     assert found == [(False, True)]
 
     def holds(n: int) -> bool:
-        return all(bool(condition.subs({ANY: n})) for condition in made.conditions)
+        return all(bool(condition.subs({ANY: n})) for condition in conditions)
 
     assert [holds(n) for n in (5, WINDOW, WINDOW + 1)] == [True, True, False]
 
@@ -265,7 +272,7 @@ def test_what_is_known_is_what_would_be_computed() -> None:
     masks.append(lambda q, k, given, n: (k * 0 + 50).to(small).expand(n, n) <= torch.tensor(300))
     masks.append(lambda q, k, given, n: k * 1.1 <= q)  # nor are they rounded
     q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
-    found, _, _ = told(fixed(*masks))
+    found, *_ = told(fixed(*masks))
     square = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     for mask, (has_mask, causal) in zip(masks, found, strict=True):
         real = mask(q, k, GIVEN, LENGTH)

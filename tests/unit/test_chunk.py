@@ -23,6 +23,7 @@ from megacompile.ir.capture import Capture
 from megacompile.ir.head import linear_cross_entropy
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.chunk import chunk_head, rows_of_a_chunk
+from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.runtime.ops.head import _linear_cross_entropy, bind_operators
 from tests import capturing
 
@@ -117,13 +118,22 @@ def made_of(loss: Loss, *inputs: Any, bias: bool = True) -> Capture:
     return capturing.traced(function, *(inputs or (X, WEIGHT, BIAS, IDS)))
 
 
-def chunked(given: Capture, **options: Any) -> tuple[Capture, tuple[str, ...]]:
+def chunked(given: Capture, **options: Any) -> tuple[Capture, tuple[str, ...], Values]:
+    """The graph after the pass, its lines, and the values, which are those of the new graph."""
     settings: dict[str, Any] = {"head": Head.CHUNKED, "lowering": Lowering.EAGER}
     settings["chunk_bytes"] = CHUNK_ROWS * ROW_BYTES
-    before = str(given.module.graph)
-    result = chunk_head(given, **{**settings, **options})
-    assert str(given.module.graph) == before, "its input is as it was"
-    return result
+    made = given.fresh()
+    values = propagate(made)
+    chunk_head(made, values=values, **{**settings, **options})
+    again = propagate(made)
+    for node in made.module.graph.nodes:
+        assert values.of[node] == again.of[node]
+        assert values.mutates[node] == again.mutates[node] == frozenset()
+    return made, tuple(values.reasons), values
+
+
+def is_unchanged(given: Capture, **options: Any) -> bool:
+    return str(chunked(given, **options)[0].module.graph) == str(given.module.graph)
 
 
 class Watch(TorchDispatchMode):
@@ -180,7 +190,7 @@ def assert_close(mine: list[Tensor], theirs: list[Tensor]) -> None:
 def test_what_is_computed_in_chunks(name: str) -> None:
     """Loss and gradients are those of the graph; no tensor as large as the logits is left."""
     before = made_of(LOSSES.get(name, hf), bias=bool(name))
-    after, reasons = chunked(before)
+    after, reasons, _ = chunked(before)
     targets = [node.target for node in after.module.graph.nodes]
     assert linear_cross_entropy in targets and F.linear not in targets, reasons
     assert all("is computed in chunks of" in reason for reason in reasons)
@@ -206,7 +216,7 @@ def changing(loss: Loss) -> Capture:
 @pytest.mark.parametrize("loss", [hf, shaped, permuted])
 def test_lengths_and_batches_that_change(loss: Loss) -> None:
     before = changing(loss)
-    after, (reason,) = chunked(before)
+    after, (reason,), _ = chunked(before)
     assert "in chunks of at most 5 tokens" in reason
     for b, n in ((2, 9), (2, 14), (3, 30), (1, 3)):
         generator = torch.Generator().manual_seed(n)
@@ -219,11 +229,11 @@ def test_many_logits_have_another_program() -> None:
     """With "auto" a size gets what it would get alone, whatever came before."""
     options = {"head": Head.AUTO, "lowering": Lowering.INDUCTOR}
     for rows, in_chunks in ((BATCH * LENGTH - 1, True), (BATCH * LENGTH, False)):
-        after, _ = chunked(changing(shaped), **options, chunk_bytes=rows * ROW_BYTES)
+        after, _, values = chunked(changing(shaped), **options, chunk_bytes=rows * ROW_BYTES)
         targets = [node.target for node in after.module.graph.nodes]
         assert (linear_cross_entropy in targets) == in_chunks
 
-        def holds(n: int, conditions: Any = after.conditions) -> bool:
+        def holds(n: int, conditions: Any = values.conditions) -> bool:
             assert conditions
             return all(bool(each.subs({ROWS: BATCH, ANY: n})) for each in conditions)
 
@@ -235,12 +245,12 @@ def test_many_logits_have_another_program() -> None:
 def test_what_the_option_leaves() -> None:
     given = made_of(hf)
     auto = {"head": Head.AUTO}
-    assert chunked(given, head=Head.WHOLE)[0] is given
-    assert chunked(given, **auto)[0] is given, "the eager lowering is bitwise"
+    assert is_unchanged(given, head=Head.WHOLE)
+    assert is_unchanged(given, **auto), "the eager lowering is bitwise"
     large = {**auto, "lowering": Lowering.INDUCTOR, "chunk_bytes": BATCH * LENGTH * ROW_BYTES}
-    assert chunked(given, **large)[0] is given
+    assert is_unchanged(given, **large)
     large["chunk_bytes"] = BATCH * LENGTH * ROW_BYTES - 1
-    assert chunked(given, **large)[0] is not given
+    assert not is_unchanged(given, **large)
 
 
 def test_chunks_are_tiles_and_equal() -> None:
