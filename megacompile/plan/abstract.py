@@ -205,13 +205,10 @@ class _Capturing:
     @contextlib.contextmanager
     def _swapped_in(self) -> Iterator[None]:
         """Replaces the model's parameters and buffers with fake ones inside the block."""
-        sites = [
-            (holder, name, tensor)
-            for module in self.model.modules()
-            for holder in (compat.parameters_of(module), compat.buffers_of(module))
-            for name, tensor in holder.items()
-            if tensor is not None
-        ]
+        modules = list(self.model.modules())
+        holders = compat.holders(modules, "parameters") + compat.holders(modules, "buffers")
+        each = [(holder, *item) for holder in holders for item in holder.items()]
+        sites = [site for site in each if site[2] is not None]
         for holder, name, tensor in sites:
             holder[name] = self._known(tensor)
         try:

@@ -126,8 +126,8 @@ class Pipeline:
         for name, rewrite in (("causal", causal), ("chunk", chunk)):
             capture, history = _recorded(name, rewrite, capture, history)
         cut = functools.partial(partition, values=values, units=self.units, whole=whole)
-        stages, history = _recorded("partition", cut, capture, history)
-        stages = replace(stages, history=history)
+        found, history = _recorded("partition", cut, capture, history)
+        stages: Schedule = replace(found, history=history)
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
             stages = _run(stages, [("strides", settle)])

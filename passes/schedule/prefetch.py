@@ -130,7 +130,7 @@ def _insert(
             weights[bucket.key] = at_hand[bucket.key]
         for node in use.nodes:
             read = {bucket.key: weights[bucket.key] for bucket in buckets_read(node)}
-            first, second, *others = ops.arguments(node)
+            first, _, *others = ops.arguments(node)
             if node.target is ops.update_in_place:
                 if read:
                     compat.set_kwargs(node, {"after": tuple(read.values())})

@@ -98,7 +98,7 @@ def _strides(stage: Stage, ambient: Ambient) -> Sequence[tuple[int, ...]] | None
 def _refuse_dtypes(stage: Stage, error: Exception) -> None:
     """Raise UnsupportedGraphError if an operator of a stage rejects the dtypes of its inputs."""
     if re.search("dtype|scalar type|Input type", str(error)):
-        refs = list(zip(stage.primals, stage.metas, strict=True))
+        refs: list[tuple[Any, Any]] = list(zip(stage.primals, stage.metas, strict=True))
         inputs = [f"input {ref.index} is {m}" for ref, m in refs if isinstance(ref, ArgRef)]
         needed = dict.fromkeys(short_dtype(m.dtype) for r, m in refs if isinstance(r, ParamRef))
         text = f"stage {stage.name!r}: {', '.join(inputs)}, its parameters {', '.join(needed)}"
