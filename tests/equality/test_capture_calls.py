@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacompile import schedules
 from tests import inside, zoo
-from tests.equality.nets import Applies, assert_alike, in_a_row, leaves
+from tests.equality.nets import Applies, assert_alike, in_a_row, leaves, trained
 from tests.zoo import WIDTH, Stack, assert_same, batch, equal, twins
 
 
@@ -119,6 +119,13 @@ def test_autocast_inside(activations: str) -> None:
             return loss
 
         assert_alike(models, use)
+
+
+def test_autocast_in_another_dtype_has_code_of_its_own() -> None:
+    models = twins(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert_alike(models, trained(X))
 
 
 Weights = dict[str, Tensor]

@@ -251,6 +251,24 @@ def test_stochastic_rounding_is_by_the_seed_and_keeps_small_updates() -> None:
     assert (first[-1] != start).sum() > (rounded(7)[-1] != start).sum()
 
 
+class Alike(nn.Module):
+    """Two parameters of a bucket that have equal values and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(1024, dtype=BF16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.a + x * self.b).sum()
+
+
+def test_parameters_of_a_bucket_are_rounded_apart() -> None:
+    model = streamed(Alike(), stochastic_rounding=True)
+    model(torch.ones(1024, dtype=BF16)).backward()
+    SGD(model.parameters(), lr=1e-3).step()
+    assert not torch.equal(model.a, model.b)
+
+
 def test_sgd_without_states_rounds_otherwise_in_every_step() -> None:
     """And the parameter's version, which anybody may raise, has no part in it."""
     rounds = []

@@ -156,12 +156,13 @@ def collectives_of_a_step(here: Here) -> None:
 
 
 def rounds_at_random(here: Here) -> None:
-    """Ranks with other rows draw other numbers, though they have one seed, as most scripts set it.
-    Replicas, here with another seed each, draw the same."""
-    torch.manual_seed(0 if here.mesh.ndim == 1 else here.rank)
+    """Ranks with other rows draw other numbers, though they have one seed, the first one's. So
+    replicas draw the same."""
+    torch.manual_seed(here.rank)
     model = nn.Linear(64, 4, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
     shared(here, model, lowering="eager", stochastic_rounding=True)
+    assert {*here.all_say(inside.machine(model).seed())} == {0}
     optimizer = SGD(model.parameters(), lr=1e-3)  # of 1, whose neighbour is 1 - 2**-8
     for _ in range(2):
         model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
