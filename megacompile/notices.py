@@ -50,7 +50,10 @@ def warn(text: str, whose: Whose = Whose.ALL) -> None:
         if whose is Whose.RANK:
             text = f"rank {number}: {text}"
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _is_passed(frame):
+    while frame is not None and (
+        frame.f_code.co_filename.startswith("<megacompile")  # generated Python
+        or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PASSED
+    ):
         frame = frame.f_back
     frame = frame or sys._getframe()
     warnings.warn_explicit(
@@ -83,9 +86,3 @@ def is_new(subject: str, of: object | None = None) -> bool:
 
 _said: set[str] = set()
 _said_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
-
-
-def _is_passed(frame: FrameType) -> bool:
-    if frame.f_code.co_filename.startswith("<megacompile"):  # generated Python
-        return True
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PASSED

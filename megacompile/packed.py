@@ -198,17 +198,17 @@ def _states(module: nn.Module, param: torch.Tensor) -> Iterator[_Found]:
                 # int64 tensors are left there by a call and are no part of the weight
                 if tensors and not isinstance(value, nn.Parameter) and value.dtype != torch.int64:
                     yield f"{path}.{key}", value, holder, key
-            elif _is_state(value, package) and id(value) not in seen:
+            elif (
+                type(value).__module__.partition(".")[0] == package
+                and hasattr(value, "__dict__")
+                and not isinstance(value, (nn.Module, type))
+                and id(value) not in seen
+            ):
                 seen.add(id(value))
                 yield from walk(value, f"{path}.{key}", tensors=True)
 
     yield from walk(param, "", tensors=True)
     yield from walk(module, "", tensors=False)
-
-
-def _is_state(value: object, package: str) -> bool:
-    of_package = type(value).__module__.partition(".")[0] == package
-    return of_package and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
 
 def _distinct(found: Iterable[_Found]) -> list[Member]:

@@ -77,16 +77,15 @@ def as_lines(rows: Sequence[list[str]] | Sequence[str]) -> list[str]:
     if rows and isinstance(rows[0], list):
         cells = [list(row) for row in rows]
         last = len(cells[0]) - 1
-        words = (0, *(i for i in range(1, last + 1) if _is_words([row[i] for row in cells[1:]])))
-        return ["  " + line for line in columns(cells, left=words).splitlines()]
+        figures = [*"+-?0123456789"]
+        words = [
+            i for i in range(last + 1) if any(r[i] and r[i][0] not in figures for r in cells[1:])
+        ]
+        return ["  " + line for line in columns(cells, left=(0, *words)).splitlines()]
     found = []
     for row in rows:
         found += textwrap.wrap(str(row), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
     return found
-
-
-def _is_words(cells: Sequence[str]) -> bool:
-    return any(cell and not (cell[0].isdigit() or cell[0] in "+-?") for cell in cells)
 
 
 def numbered(what: str, first: object, last: object) -> str:

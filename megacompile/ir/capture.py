@@ -1,8 +1,7 @@
 """A captured graph, its inputs, and the global state at capture.
 
-Keys are equal for equivalent constants, functions and graphs: each layer may have its own
-configuration object, and Dynamo generates a new function for each use of an `autograd.Function`
-that it does not inline. Compared by identity, no two layers would be equal.
+Keys are equal for equivalent constants, functions and graphs. Compared by identity, no two layers
+would be equal: each may have its own configuration object, or a function that Dynamo generated.
 """
 
 from __future__ import annotations

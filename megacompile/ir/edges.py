@@ -178,7 +178,7 @@ class Collectives:
     @staticmethod
     def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
         """The collectives of a graph of this kind ("forward", ...) of the schedule `name`."""
-        nodes = ops.nodes_that(graph, ops.alike)
+        nodes = ops.nodes_that(graph, lambda op: op.issues and op.stream is Stream.COMM)
         facts = [f"{_shown(n)} {ops.moved_bytes(n)} {_averaged(n)}" for n in nodes]
         digest = hashlib.sha256("\n".join([kind, *facts]).encode()).hexdigest()[:32]
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)

@@ -221,7 +221,8 @@ class _Cycle:
                     gone |= done[producer(waits)]  # type: ignore[arg-type]
             for copy, bit in copies:
                 if not gone & bit:
-                    token = ", ".join(_token(ops.bucket_of(copy), p) for _, p in written(copy))
+                    bucket = ops.bucket_of(copy)
+                    token = ", ".join(f"{p.value}_{bucket.label}" for _, p in written(copy))
                     message = (
                         f"{root.name} is freed while {label(copy)} of the backward may still read "
                         f"it: no edge orders that before its free; add after=({token}) to it"
@@ -262,8 +263,3 @@ def _apart(view: View) -> dict[fx.Node, int]:
         if isinstance(subject, Bucket):
             found[node] = subject.key
     return found
-
-
-def _token(bucket: Bucket, part: Part) -> str:
-    """Placeholder name of the token for a part."""
-    return f"{part.value}_{bucket.label}"

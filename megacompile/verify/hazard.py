@@ -126,13 +126,20 @@ class Step:
 
 class Order:
     """The happens-before order of one graph. Each node has the set of nodes before it as the bits
-    of an integer, so an 80-layer schedule takes milliseconds."""
+    of an integer, so an 80-layer schedule takes milliseconds. Edges that point backward are
+    ignored."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        position = self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.calls = tuple((node, ops.effects(node)) for node in ops.nodes_of(graph))
-        self.steps = _steps(graph, self.position)
-        bits = {step.node: 1 << self.position[step.node] for step in self.steps}
+        self.steps: list[Step] = []  # in program order
+        for node in graph.nodes:
+            if node.op != "output" and producer(node) is node:
+                op = ops.op_of(node)
+                stream = op.stream if op is not None and op.stream.in_order else None
+                earlier = (value for value in waits_for(node) if position[value] < position[node])
+                self.steps.append(Step(node, stream, tuple(map(producer, earlier))))
+        bits = {step.node: 1 << position[step.node] for step in self.steps}
         self._before, _ = walk(self.steps, bits, {})
 
     def before(self, first: fx.Node, second: fx.Node) -> bool:
@@ -142,19 +149,6 @@ class Order:
     def issued_before(self, first: fx.Node, second: fx.Node) -> bool:
         """True if `first` is earlier in the program, which orders nothing on the device."""
         return self.position[first] < self.position[second]
-
-
-def _steps(graph: fx.Graph, position: dict[fx.Node, int]) -> list[Step]:
-    """The ops and placeholders in program order. Edges that point backward are ignored."""
-    found = []
-    for node in graph.nodes:
-        if node.op == "output" or producer(node) is not node:
-            continue
-        op = ops.op_of(node)
-        stream = op.stream if op is not None and op.stream.in_order else None
-        earlier = (value for value in waits_for(node) if position[value] < position[node])
-        found.append(Step(node, stream, tuple(map(producer, earlier))))
-    return found
 
 
 def walk(

@@ -2,11 +2,9 @@
 
 An op starts when the previous op of its stream and everything else that it waits for (the
 schedule's edges within a graph, the tokens between graphs) are done; it waited for the last of
-these, which is inferred from the times. The path back from the last op of a step has no overlaps;
-its pieces by stream show where the step's time went. This is the critical path of a program
-activity graph (Yang and Miller, "Critical path analysis for the execution of parallel and
-distributed programs", 1988); `megacompile.cost.simulate` does the same for predictions. Time on the
-path without a recorded op belongs to no stream.
+these, which is inferred from the times. The path back from the last op of a step has no overlaps
+(Yang and Miller, "Critical path analysis for the execution of parallel and distributed programs",
+1988); `megacompile.cost.simulate` does the same for predictions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prints a schedule: as the Python code that runs, as a table of steps by streams, and its
 difference to another one.
 
-The executor runs exactly this code: one function per graph and one line per op, with the stream,
-the printed name and the bytes or shapes as a comment. `free` becomes `del`, with a `wait(...)` for
-readers on other streams.
+The executor runs exactly this code. `free` becomes `del`, with a `wait(...)` for readers on other
+streams.
 
     def run_forward(inputs):
         # x bf16[16]

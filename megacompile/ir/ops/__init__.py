@@ -4,9 +4,6 @@ The nodes show all of a schedule's synchronization: the values that a node takes
 the order of its stream, and `after=` (write after read, free after use, and tokens of earlier
 graphs: `megacompile.ir.edges`). The runtime turns each such edge that crosses streams into an event
 record and a wait; the same edges are what `megacompile.verify` proves.
-
-The functions of `stage_ops` and `bucket_ops` only name the ops and declare their effects
-(`megacompile.ir.ops.op`); `megacompile.runtime.ops.executor` implements them.
 """
 
 from megacompile.ir.ops.bucket_ops import *

@@ -129,11 +129,6 @@ class Op:
         return self.stream in (Stream.READ, Stream.WRITE)
 
 
-def alike(op: Op) -> bool:
-    """True if all ranks that share a model issue the op in the same order."""
-    return op.issues and op.stream is Stream.COMM
-
-
 def leaves_compute(op: Op) -> bool:
     """True if the op runs on another stream than compute."""
     return op.stream is not Stream.COMPUTE
