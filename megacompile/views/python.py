@@ -348,8 +348,8 @@ def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
         cells.append([f"{step:>4}", *(" ".join(each) for each in labels)])
     notes = ["".join(f"  <-- {printable(marks[n])}" for n in row if n in marks) for row in rows]
     lines = columns(cells, left=range(len(order) + 1), between=" | ").split("\n")
-    each = zip(lines, ["", *notes], strict=True)
-    return "\n".join([name, *(line.rstrip(" |") + note for line, note in each)])
+    width, each = max(map(len, lines)), zip(lines, ["", *notes], strict=True)
+    return "\n".join([name, *(f"{line:<{width}}{note}".rstrip(" |") for line, note in each)])
 
 
 def diff(before: Schedule, after: Schedule) -> str:
