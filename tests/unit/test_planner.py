@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
+from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.errors import ModelError
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Placement, Places
@@ -83,6 +84,25 @@ def test_nothing_changes_that_choices_are_passed_over_whose_computes_take_too_lo
         assert Problem.least_s(patient, choice) <= step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    "how", drawn([(1.3, True)], [(2.5, False), (1.3, False), (2.5, True), (3.2, False)])
+)
+def test_more_host_memory_is_never_slower(how: tuple[float, bool]) -> None:
+    """Little host memory means more residents, for which stages run again."""
+    factor, in_backward = how
+    tower = problem(GIB, in_backward=in_backward)
+    floor, needed = tower.floor_bytes(), tower.host_bytes(Choice())
+    times = []
+    for share in (0.3, 0.6, 3):
+        device, host = int(factor * floor), int(share * needed)
+        made = replace(tower, budget_bytes=device, host_budget_bytes=host)
+        if (found := search(made)) is not None:
+            times.append(made.expected_s(found.choice))
+    assert times
+    for less, more in itertools.pairwise(times):
+        assert more <= less * LITTLE
+
+
 def test_what_may_not_be_is_not_and_rates_may_be_very_small() -> None:
     assert search(problem(GIB // 4)) is None, "the floor does not fit"
     found = search(problem(12 * GIB), resident=False, activations_fixed=True)
@@ -143,6 +163,66 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert found is not None and found.choice.state_lookahead is None
     exact = problem(64 * GIB)
     assert exact.memory(Choice(0, state_lookahead=1)) == exact.memory(Choice(0))
+
+
+def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
+    tower = problem(64 * GIB)
+    for count, keep in itertools.product((0, 3, 12), (0, 1, 6, 12)):
+        choice = Choice(keep, tower.places(count))
+        exact = tower.memory(choice).peak.total_bytes
+        quick = tower.resident_bytes(choice.places.resident, gradients=False)
+        quick += tower.peak_bytes(Choice(keep))
+        more = 3 * tower.buckets[0].size_bytes
+        if count == len(tower.buckets):  # the device helps nobody: no memory for that
+            more += CHUNKS * CHUNK_BYTES
+        assert exact <= quick <= exact + more
+
+
+class AsMeasured(Problem):
+    """A problem without a slower host."""
+
+    def expected_s(self, choice: Choice) -> float:
+        return self.step_s(choice)
+
+
+def test_plans_are_compared_on_a_slower_host_too() -> None:
+    """A plan whose updates end just in time would wait for a slower host."""
+    hardware = H200.replace(update_gb_s=45.0)
+    tower = problem(0, tokens=8192)
+    tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=hardware)
+    sure = search(tower, device_update=False)
+    fastest = search(as_kind(AsMeasured, tower), device_update=False)
+    assert sure is not None and fastest is not None
+    assert sure.step_s == tower.step_s(sure.choice)
+    assert fastest.step_s < sure.step_s < 1.05 * fastest.step_s
+    assert tower.expected_s(sure.choice) < 0.99 * tower.expected_s(fastest.choice)
+
+
+PAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float, dict[str, bool]]] = {
+    # with little memory it is better used for updates than for kept stages
+    "device_update": ({"tokens": 4096}, {"hardware": H200.replace(update_gb_s=20.0)}, 3, {}),
+    # they cost parameters and states, no gradients
+    "resident": ({"tokens": 4096, "in_backward": True}, {}, 3, {}),
+}
+
+
+@pytest.mark.parametrize("what", PAYS)
+def test_memory_goes_where_it_pays(what: str) -> None:
+    """To device updates for a slow host, residents in the backward."""
+    how, changes, factor, others = PAYS[what]
+    tower = replace(problem(0, **how), **changes)
+    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
+    tower = replace(tower, budget_bytes=int(factor * tower.floor_bytes()))
+    given = {"resident": what == "resident", **others}
+    found, fewer = search(tower, **given), search(tower, **{**given, what: False})
+    assert found is not None and fewer is not None
+    chosen, others = (
+        getattr(each.choice.places if what == "resident" else each.choice, what)
+        for each in (found, fewer)
+    )
+    assert chosen and not others
+    assert found.peak_bytes <= tower.budget_bytes
+    assert found.step_s < (1.0 if what == "resident" else 0.95) * fewer.step_s
 
 
 class Block(nn.Module):
