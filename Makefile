@@ -56,7 +56,7 @@ MATRIX ?= 2.11 2.12 2.13 2.14 2.15
 FAST := tests/compat $(wildcard tests/equality/test_capture*.py) tests/equality/test_numbers.py \
 	tests/stateful/test_training.py tests/models/test_real_loops.py tests/ranks/test_one_rank.py
 # Where other packages are skipped if they are not there.
-LOOPS := $(patsubst %,tests/models/test_%.py, adapters float8 quantized_bases real_loops \
+LOOPS := $(patsubst %,tests/models/test_%.py, float8 quantized_bases real_loops \
 	examples) \
 	$(patsubst %,tests/%.py, stateful/test_lifetimes \
 	ranks/test_torchrun)

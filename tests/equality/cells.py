@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer, RMSprop
 
-from megacompile import accumulate, megacompile
+from megacompile import accumulate, full_parameters, megacompile, released
 from tests import adversary, disks, inside
 from tests.training import Lion
 
@@ -318,12 +318,19 @@ def accumulated(run: Run) -> None:
 
 
 def clipped(run: Run) -> None:
-    for i in range(3):
-        run.zero()
+    """At last by two factors, on top of what an earlier step has scaled; once with a hook."""
+    params = [param for _, param in run.params()]
+    for i in range(4):
+        run.zero() if i < 3 else None
+        handle = params[-1].register_hook(lambda gradient: gradient * 2) if i == 1 else None
         run.backward(run.loss(2 * i), more=True)
         run.backward(run.loss(2 * i + 1))
-        run.note("norm", nn.utils.clip_grad_norm_(run.model.parameters(), (1e-3, 1e3, 1e-2)[i]))
+        run.note("norm", nn.utils.clip_grad_norm_(params, (1e-3, 1e3, 1e-2, 0.1)[i]))
+        if i == 3:
+            run.note("norm of some", nn.utils.clip_grad_norm_(params[::2], 1e-3))
         run.step()
+        if handle is not None:
+            handle.remove()
 
 
 def evaluated(run: Run) -> None:
@@ -362,6 +369,78 @@ def saved(run: Run) -> None:
         run.model.load_state_dict(weights)
         for optimizer, state in zip(run.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def lent(run: Run) -> None:
+    """Between steps the memory is free for others; all parameters are seen meanwhile."""
+    for _ in steps(run):
+        streamed = inside.is_streamed(run.model)
+        with released(run.model) if streamed else contextlib.nullcontext():
+            full = full_parameters(run.model) if streamed else run.model.named_parameters()
+            for name, value in sorted(full, key=lambda pair: pair[0]):
+                run.note(name, value)
+
+
+def exchanged(run: Run) -> None:
+    """Data behind a forward, whose backward has the old one; behind a backward groups, strides of a
+    gradient, states, and a second step."""
+    groups = run.optimizers[0].param_groups
+    for i in range(5):
+        run.zero()
+        loss = run.loss(i)
+        *_, param = groups[0]["params"]
+        if i == 4:
+            param.data = param.data * 2
+        run.backward(loss)
+        state = run.optimizers[0].state[param]
+        if i in (1, 3):  # there and back
+            matrices, vectors = groups[0]["params"], groups[-1]["params"]
+            matrices[0], vectors[0] = vectors[0], matrices[0]
+        if i == 2:
+            weight = run.model.layers[1].up.weight
+            gradient = None if weight.grad is None else weight.grad.t().contiguous().t()
+            weight.grad = gradient
+        if i == 3:
+            for name, value in state.items():
+                state[name] = value + 5 if name == "step" else torch.ones_like(value)
+            run.step()
+        run.step()
+
+
+def swapped(run: Run) -> None:
+    """Parameters exchange their data, one with itself."""
+    first, second, *_ = (layer.up for layer in run.model.layers)
+    for i in steps(run):
+        if i == 1:
+            first.weight.data = first.weight.data.t()
+        else:
+            p, q = (first.bias, second.bias) if i else (first.weight, second.weight)
+            p.data, q.data = q.data, p.data
+
+
+def remade(run: Run) -> None:
+    """All get other memory, by another dtype and back, with what was there, and one by itself; a
+    parameter with a hook has a gate of its own."""
+    weight = run.model.layers[1].up.weight
+    dtype, handles = weight.dtype, []
+    if not run.cell.in_backward and weight.requires_grad:
+        handles = [weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))]
+    for i in steps(run, 4):
+        if i == 0:
+            run.model.double().to(dtype)
+        elif i == 1:  # as around an evaluation in half precision
+            before = [each.data for each in (*run.model.parameters(), *run.model.buffers())]
+            run.model.half()
+            for each in (*run.model.parameters(), *run.model.buffers()):
+                each.data = before.pop(0)
+        elif i == 2:
+            with torch.no_grad():
+                weight.set_(torch.full_like(weight, 0.1))
+        else:
+            new = nn.Parameter(torch.full_like(weight, 0.1), requires_grad=weight.requires_grad)
+            torch.utils.swap_tensors(weight, new)
+    for handle in handles:
+        handle.remove()
 
 
 def edited(run: Run) -> None:
@@ -427,6 +506,10 @@ def looked_at(run: Run) -> None:
                 param.grad = None
         nn.utils.clip_grad_value_(run.model.parameters(), 1e-2)
         run.step()
+        for optimizer in run.optimizers:  # what the step leaves alone
+            for state in [state for p, state in optimizer.state.items() if p.grad is None]:
+                for value in state.values():
+                    value.mul_(1 if value.dim() == 0 else 0.5)
         for name, param in run.params():
             run.note(name, param)
             run.note(f"{name}.grad", param.grad)
@@ -436,7 +519,7 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     each.__name__.replace("_", " "): each
     for each in (
         *(once, zeros, accumulated, clipped, evaluated, scheduled, saved, edited),
-        *(retained, crossed, other_output, looked_at),
+        *(retained, crossed, other_output, looked_at, lent, exchanged, swapped, remade),
     )
 }
 OF_SEVERAL = ("clipped", "retained", "crossed", "looked at")  # what no update in the backward has

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,11 +53,45 @@ def from_config(name: str, **changes: Any) -> Any:
         "tied": lambda: transformers.Qwen2Config(**grouped, tie_word_embeddings=True),
         "yarn": lambda: transformers.LlamaConfig(**small, rope_parameters=yarn),
         "mixtral": lambda: transformers.MixtralConfig(**grouped, num_local_experts=2),
+        "mistral": lambda: transformers.MistralConfig(**grouped, sliding_window=8),
         "gpt2": lambda: transformers.GPT2Config(**gpt2, n_positions=32),
     }
     config = made[name]()
     config.update(changes)
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@contextmanager
+def said(words: str = "megacompile") -> Iterator[list[str]]:
+    """The warnings of a block that have these words in them, once it has ended."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(w.message) for w in caught if words in str(w.message)]
+
+
+Pairs = Iterable[tuple[Any, Any]]  # of models with their optimizers
+
+
+def with_adamw(models: Iterable[Any]) -> list[tuple[Any, Any]]:
+    return [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in models]
+
+
+def train(
+    pairs: Pairs, loss: Callable[[Any, int], Tensor], seeds: Iterable[int] = range(3)
+) -> None:
+    """A step for each seed: the losses of a model and a seed are equal, and so is what is left."""
+    for seed in seeds:
+        losses = []
+        for model, optimizer in pairs:
+            torch.manual_seed(seed)
+            losses.append(loss(model, seed))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert equal(*(each.detach() for each in losses)), seed
+    assert_same(*(model for model, _ in pairs))
 
 
 Use = Callable[[Any], Any]  # of a model: gives what it has seen

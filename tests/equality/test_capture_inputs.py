@@ -119,15 +119,10 @@ def language() -> Any:
 
     def forward(m: Any, tokens: Tensor, labels: Tensor) -> Tensor:
         labels[labels == 3] = 0
-        hidden = m.embed(tokens)
-        for layer in m.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return F.cross_entropy(m.head(hidden).flatten(0, 1), labels.reshape(-1).long())
+        return F.cross_entropy(m.head(m.embed(tokens)).flatten(0, 1), labels.reshape(-1).long())
 
     torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-    head = nn.Linear(WIDTH, WORDS)
-    return twins(Applies(forward, embed=nn.Embedding(WORDS, WIDTH), layers=layers, head=head))
+    return twins(Applies(forward, embed=nn.Embedding(WORDS, WIDTH), head=nn.Linear(WIDTH, WORDS)))
 
 
 def text(seed: int = 0) -> Tensor:
@@ -246,11 +241,6 @@ def test_inputs_that_a_hook_lets_require_grad_break_no_graph() -> None:
             each.embed.register_forward_hook(make_inputs_require_grads)
     (schedule,) = schedules(models[1])
     assert len(schedule.stages) == 5
-    seen = torch.tensor([0.0, -0.0, 1.5, float("-inf"), 1e-45])  # what such a hook adds to
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        given = seen.to(dtype)
-        added = given + torch.full((), -0.0)
-        assert torch.equal(added.view(torch.uint8), given.view(torch.uint8))
 
 
 ODD: dict[str, Callable[[Tensor], Any]] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megacompile import schedules
 from tests import inside
 from tests.equality import nets
-from tests.equality.nets import Applies, assert_alike, in_a_row, trained
+from tests.equality.nets import Applies, assert_alike, in_a_row, train, trained, with_adamw
 from tests.zoo import twins
 
 VOCABULARY = 50
@@ -68,20 +68,11 @@ class Loop:
 
     def __init__(self, model: nn.Module | None = None, **options: Any) -> None:
         torch.manual_seed(0)
-        self.models = twins(Model() if model is None else model, **options)
-        self.model = self.models[1]
-        self.optimizers = {m: torch.optim.AdamW(m.parameters(), lr=1e-2) for m in self.models}
+        self.models = _, self.model = twins(Model() if model is None else model, **options)
+        self.pairs = with_adamw(self.models)
 
     def step(self, *args: Any) -> None:
-        def use(model: Any) -> Any:
-            self.optimizers[model].zero_grad()
-            found = model(*args)
-            found[0].backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            self.optimizers[model].step()
-            return found
-
-        assert_alike(self.models, use)
+        train(self.pairs, lambda model, _: model(*args)[0], [0])
 
     @property
     def made(self) -> tuple[int, int, set[int]]:

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import megacompile
 from megacompile.errors import ModelError
 from tests import inside
-from tests.equality.nets import Applies
+from tests.equality.nets import Applies, in_a_row, train, with_adamw
 from tests.inside import programs, streamed
 from tests.zoo import WIDTH as LAYER_WIDTH
 from tests.zoo import Stack, assert_same, equal, twins
@@ -63,36 +63,33 @@ def nets() -> tuple[Net, Net]:
     return twins(Net().eval(), progress=False)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    torch.manual_seed(1)
-    model.train()
-    loss: Tensor = model(torch.arange(6)[None]).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def loss(model: nn.Module, seed: int) -> Tensor:
+    """In training; it samples behind that."""
+    result: Tensor = model.train()(torch.arange(6)[None]).square().mean()
     model.eval()
-    return loss.detach()
+    return result
 
 
 def test_sampling_in_a_block_makes_no_schedule_and_leaves_training_as_it_is() -> None:
     """Also of a model that was never called. Gradients in a block are those of the plain model."""
-    plain, model = nets()
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain))
+    models = plain, model = nets()
+    pairs = with_adamw(models)
     for step in range(3):
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("error")
             with megacompile.eager(model):
                 assert model.sample() == plain.sample()
         assert len(megacompile.schedules(model)) == min(step, 1)
-        assert equal(train(model, ours), train(plain, theirs))
-        assert_same(plain, model)
+        train(pairs, loss, [step])
     with megacompile.eager(model):
-        assert equal(train(model, ours), train(plain, theirs))
-    for net in (model, plain):  # one loss of two calls, one of them in a block
+        train(pairs, loss, [3])
+
+    def of_two_calls(net: Net, seed: int) -> Tensor:
         with megacompile.eager(model):
             first = net(TOKENS)
-        (first.sum() + net(torch.arange(5)[None]).square().sum()).backward()
-    assert_same(plain, model)
+        return first.sum() + net(torch.arange(5)[None]).square().sum()
+
+    train(pairs, of_two_calls, [4])
 
 
 def test_modules_and_methods_in_a_block() -> None:
@@ -138,19 +135,13 @@ def test_blocks_are_nested_end_with_an_exception_and_are_of_one_thread() -> None
 
 
 def test_a_block_within_the_forward_is_refused() -> None:
-    class Enters(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with megacompile.eager(m):
+            return m.first(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with megacompile.eager(self):
-                result: Tensor = self.linear(x)
-            return result
-
-    model = megacompile.megacompile(Enters(), device="cpu", lowering="eager", progress=False)
-    with pytest.raises(ModelError, match="Enters"):
-        model(torch.ones(1, 2))
+    _, model = twins(in_a_row(forward, count=1))
+    with pytest.raises(ModelError, match="Applies"):
+        model(torch.ones(1, 4))
 
 
 def test_calls_that_make_programs_one_after_the_other_are_tried_less_and_less() -> None:
@@ -220,10 +211,6 @@ def trained(
     return counts
 
 
-def with_adamw(models: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-    return [(model, AdamW(model.parameters(), lr=1e-2)) for model in models]
-
-
 def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
     """A recurrent layer makes the list of its weights in a call, and not in each without
     gradients: they are what it reads, and what it holds behind a call."""
@@ -236,30 +223,24 @@ def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
         assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
 
 
-class Reads(nn.Module):
-    """A layer without parameters of its own: it reads a tuple of others'."""
-
-    def __init__(self, pair: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.pair = pair
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.pair)
-
-
 def test_a_tuple_of_parameters_is_exchanged_in_all_modules_that_share_it() -> None:
+    """By layers that have no parameters of their own."""
+
     def forward(m: Any, x: Tensor) -> Tensor:
         found.append([each.pair[0] is m.last.weight for each in (m.first, m.second)])
         return m.second(m.first(x))
 
     last = nn.Linear(WIDTH, WIDTH)
     shared, found = (last.weight, last.bias), list[list[bool]]()
-    models = pair(Applies(forward, first=Reads(shared), second=Reads(shared), last=last))
+    first, second = (Applies(lambda m, x: F.linear(x, *m.pair), pair=shared) for _ in range(2))
+    models = pair(Applies(forward, first=first, second=second, last=last))
     tuples = [model.first.pair for model in models]
     assert models[1].second.pair is tuples[1]
     with megacompile.eager(models[1]):
         assert equal(*(model(torch.ones(2, WIDTH)) for model in models))
     assert found == [[True, True]] * 2
+    with pytest.raises(RuntimeError, match="shape"):
+        models[1](torch.ones(2, WIDTH + 1))
     for model, before in zip(models, tuples, strict=True):
         assert model.first.pair is model.second.pair
         assert all(map(operator.is_, model.first.pair, before))

@@ -5,6 +5,7 @@ They get the numbers that their own code would draw, or are refused.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from tests import inside
 from tests.checkpoints import Net, on_meta, values
-from tests.equality.nets import from_config
+from tests.equality import cells
+from tests.equality.nets import from_config, in_a_row
 from tests.zoo import unlike
 
 transformers = pytest.importorskip("transformers")
@@ -32,14 +34,10 @@ def built(make: Any = Net) -> Any:
     return make()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.recurrent = nn.LSTM(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.convolution = nn.Conv1d(8, 8, 3)
-        self.bilinear = nn.Bilinear(2, 3, 4)
+def several() -> nn.Module:
+    attention, recurrent = nn.MultiheadAttention(8, 2), nn.LSTM(8, 8)
+    others = nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3), nn.Bilinear(2, 3, 4)
+    return nn.ModuleList([attention, recurrent, *others])
 
 
 def test_numbers_are_those_of_the_constructor_where_it_draws_in_resets_alone() -> None:
@@ -48,7 +46,7 @@ def test_numbers_are_those_of_the_constructor_where_it_draws_in_resets_alone() -
     after = torch.rand(1)
     built(lambda: Net(tied=False))
     assert torch.equal(torch.rand(1), after)  # as many were drawn
-    assert unlike(values(built(Attention)), values(seeded(on_meta(Attention)))) == []
+    assert unlike(values(built(several)), values(seeded(on_meta(several)))) == []
 
 
 @pytest.mark.parametrize("name", ["tied", "yarn"])
@@ -176,48 +174,27 @@ def test_what_is_unset_is_seen(dtype: torch.dtype) -> None:
         seeded(on_meta(lambda: Partly(dtype, 0.0, False)))
 
 
-IDS = torch.zeros(2, 8, dtype=torch.int64)
-
-
-class Mixed(nn.Module):
-    """A buffer, a frozen parameter, an integer input, two outputs; tied, or with a break."""
-
-    def __init__(self, breaks: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.head = nn.Linear(16, 64, bias=False)
-        if not breaks:
-            self.head.weight = self.embed.weight
-        self.layers[1].bias.requires_grad_(False)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.full((16,), 2.0))
-        self.breaks = breaks
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = torch.relu(layer(x)) * self.scale
-        if self.breaks:
-            torch._dynamo.graph_break()
-        logits = self.head(x)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
-
-
 def actions(found: list[Schedule]) -> list[str]:
     return [ops.actions(graph) for schedule in found for graph in schedule.graphs.values()]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-def test_the_schedule_is_the_one_that_runs(breaks: bool) -> None:
+def broken(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    x = m.first(x).relu()
+    torch._dynamo.graph_break()
+    return nn.functional.mse_loss(m.last(x), y), x
+
+
+@pytest.mark.parametrize("kind", ["tied", "adapters", "batch norm", "graph break"])
+def test_the_schedule_is_the_one_that_runs(kind: str) -> None:
     """In everything but the history."""
-    with torch.device("meta"):
-        model = Mixed(breaks)
-    found = [p.schedule() for p in inside.abstract(model, (IDS,), {"labels": IDS})]
-    running = megacompile(Mixed(breaks), device="cpu", progress=False)
+    x, y = cells.data(kind, 1)
+    breaks = kind == "graph break"
+    make = partial(in_a_row, broken, width=cells.WIDTH) if breaks else partial(cells.Net, kind)
+    found = [p.schedule() for p in inside.abstract(on_meta(make), (x,), {"y": y})]
+    running = megacompile(make(), device="cpu", progress=False)
     for _ in range(1 + breaks):  # which outputs get a gradient is a guess in the first
         running.zero_grad()
-        running(IDS, labels=IDS)[0].backward()
+        running(x, y=y)[0].backward()
     assert actions(schedules(running)) == actions(found) and len(found) == 1 + breaks
     for real, abstract in zip(schedules(running), found, strict=True):
         for name in ("slots", "buckets", "gradient_params", "saved_values"):
@@ -229,17 +206,17 @@ def test_the_schedule_is_the_one_that_runs(breaks: bool) -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     """Also where it raises."""
-    model = Mixed()
+    model, (x, y) = cells.Net("tied"), cells.data("tied", 1)
     before = {name: (id(p), p.clone(), p.grad) for name, p in model.named_parameters()}
     buffers = {name: id(b) for name, b in model.named_buffers()}
-    inside.abstract(model, (IDS, IDS))
+    inside.abstract(model, (x, y))
     with pytest.raises(Exception, match="shape|size|dim"):
-        inside.abstract(model, (IDS, torch.zeros(3)))
+        inside.abstract(model, (x, torch.zeros(3)))
     for name, p in model.named_parameters():
         assert id(p) == before[name][0] and torch.equal(p, before[name][1]) and p.grad is None
     assert {name: id(b) for name, b in model.named_buffers()} == buffers
     assert model.head.weight is model.embed.weight and type(model.embed.weight.data) is Tensor
-    assert torch.isfinite(model(IDS, IDS)[1]).all()
+    assert torch.isfinite(model(x, y)[1]).all()
 
 
 def test_no_memory_is_taken() -> None:

@@ -24,7 +24,7 @@ from megacompile import (
 )
 from tests import inside
 from tests.checkpoints import Net, ids, on_meta, saved, values
-from tests.equality.nets import from_config
+from tests.equality.nets import Applies, from_config
 from tests.processes import python
 from tests.zoo import unlike
 
@@ -148,22 +148,17 @@ def test_masters_are_read_from_fewer_digits(plain: Net, tmp_path: Path) -> None:
     assert torch.equal(y, layer.bfloat16()(x.bfloat16()))
 
 
-class Wrapper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(Net())
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.inner(x)
+def wrapped() -> Any:
+    return Applies(lambda m, x: m.inner(x), inner=nn.Sequential(Net()))
 
 
 def test_the_path_of_a_wrapper_is_left_out(plain: Net, tmp_path: Path) -> None:
     """And names may be translated."""
     saved(plain, tmp_path / "inner")
-    model = loaded(tmp_path / "inner", Wrapper)
+    model = loaded(tmp_path / "inner", wrapped)
     assert unlike(values(plain), values(model.inner[0])) == []
     saved(model, tmp_path / "whole")
-    assert_loads(model, tmp_path / "whole", Wrapper)
+    assert_loads(model, tmp_path / "whole", wrapped)
     translated = Checkpoint(tmp_path / "whole", names=lambda name: f"inner.0.{name}")
     assert_loads(plain, translated)
 

@@ -27,6 +27,7 @@ from megacompile import (
     unmegacompile,
 )
 from tests import inside
+from tests.zoo import Tower
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux")
@@ -250,23 +251,16 @@ def run_out(what: str, *calls: int) -> None:
     AT[what] = {CALLS[what] + call for call in calls}
 
 
-class Dropping(nn.Module):
+def tower() -> Tower:
     """Layers with dropout, so that a step that is repeated must draw the same numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.dropout(F.gelu(exhausting(layer(x))), 0.5, self.training)
-        return x.square().mean()
+    torch.manual_seed(0)
+    layers = (nn.Linear(16, 16) for _ in range(4))
+    return Tower(layers, lambda layer, x: x + F.dropout(F.gelu(exhausting(layer(x))), 0.5))
 
 
 def dropping(**options: Any) -> Any:
     options = {"gpu_memory": 2**20, **options}
-    return megacompile(Dropping(), device="cpu", lowering="eager", **options)
+    return megacompile(tower(), device="cpu", lowering="eager", **options)
 
 
 def steps(model: nn.Module, count: int = 3) -> list[Tensor]:
@@ -297,7 +291,7 @@ def test_the_step_is_repeated_with_the_same_numbers(
     what: str, calls: tuple[int, ...], resident: Any
 ) -> None:
     """Less is kept afterwards, and the slots of the old plan are given back."""
-    plain, model = Dropping(), dropping(resident=resident)
+    plain, model = tower(), dropping(resident=resident)
     want = [*steps(plain, 1), *steps(plain)]
     first = steps(model, 1)  # in which custom operators are tried out too
     kept = max(len(s.plan.keep) for s in schedules(model))
@@ -346,7 +340,8 @@ def test_what_cannot_be_repeated_is_an_error() -> None:
         second.backward()
     AT.clear()
     first.backward()
-    normed = Normed()
+    layers = (nn.ModuleList([nn.Linear(16, 16), nn.BatchNorm1d(16)]) for _ in range(4))
+    normed = Tower(layers, lambda layer, x: layer[1](exhausting(layer[0](x))))  # type: ignore[index]
     megacompile(normed, device="cpu", gpu_memory=2**20)
     normed(x).backward()
     for what in ("forward", "backward"):
@@ -354,16 +349,3 @@ def test_what_cannot_be_repeated_is_an_error() -> None:
         with pytest.raises(DeviceMemoryError, match="gpu_memory="):
             normed(x).backward()
         AT.clear()
-
-
-class Normed(Dropping):
-    """Its forward changes buffers, before and behind what runs out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = norm(exhausting(layer(x)))
-        return x.square().mean()

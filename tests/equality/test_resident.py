@@ -1,4 +1,5 @@
-"""Buckets that live on the device: which, when they move, and what a step does with them.
+"""Buckets that live on the device: which, when they move, and what a step does with them. They
+move before anything runs, where a call can begin again.
 
 The numbers of loops over residents: test_table.py.
 """
@@ -8,23 +9,34 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer, RMSprop
+from torch.optim import AdamW, Optimizer
 
-from megacompile import megacompile, schedules, unmegacompile, updates
-from megacompile.errors import OptimizerError
+from megacompile import (
+    DeviceMemoryError,
+    HostMemoryError,
+    OptimizerError,
+    megacompile,
+    schedules,
+    unmegacompile,
+    updates,
+)
 from megacompile.ir import ops
-from tests import inside, zoo
+from tests import disks, inside, training, zoo
+from tests.equality.nets import Applies, assert_alike, said, train, with_adamw
 from tests.inside import residents
-from tests.training import adamw, data, groups, net, train
+from tests.training import adamw, data, groups, net
 from tests.zoo import assert_same, twins
 
+pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
 KB = 1000
 BF16 = torch.bfloat16
 Model = Any
@@ -39,14 +51,14 @@ def read_by(model: Model, op: Any) -> set[str]:
 
 def test_what_is_resident_is_not_copied_and_saves_as_a_plain_model() -> None:
     plain, streamed = twins(net(), resident="all")
-    train(streamed, adamw(streamed), 1)
+    training.train(streamed, adamw(streamed), 1)
     assert not read_by(streamed, ops.prefetch) and schedules(streamed)[0].slots == ()
     saved = io.BytesIO()
     torch.save(streamed.state_dict(), saved)
     assert plain.state_dict().keys() == streamed.state_dict().keys()
     assert saved.tell() < 2 * sum(p.nbytes for p in plain.parameters()), "no tensor has others'"
     _, streamed = twins(net(), resident=30 * KB)
-    train(streamed, adamw(streamed), 1)
+    training.train(streamed, adamw(streamed), 1)
     some = residents(streamed)
     assert some and read_by(streamed, ops.resident) <= some
     assert read_by(streamed, ops.prefetch) and not read_by(streamed, ops.prefetch) & some
@@ -191,36 +203,9 @@ def states(optimizer: Optimizer) -> list[Any]:
     return [v for state in optimizer.state.values() for _, v in sorted(state.items())]
 
 
-@pytest.mark.parametrize("make", [lambda p: AdamW(p, lr=1e-2), lambda p: RMSprop(p, lr=1e-3)])
-def test_residents_are_clipped_like_others(make: Callable[[Any], Optimizer]) -> None:
-    """With a hook, with what an earlier step has scaled and with two factors. By the rule, and by
-    torch.optim's own step."""
-    torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
-    found = []
-    for resident in (0, "all"):
-        model: Any = copy.deepcopy(start)
-        optimizer = make(model.parameters())
-        options: dict[str, Any] = {"state_dtype": BF16} if isinstance(optimizer, AdamW) else {}
-        megacompile(model, device="cpu", lowering="eager", resident=resident, **options)
-        seen = []
-        for i in range(4):
-            torch.manual_seed(i)
-            if i != 2:
-                optimizer.zero_grad()
-            handle = model[0].weight.register_hook(lambda g: g * 2) if i == 1 else None
-            model(torch.randn(2, 1024)).square().sum().backward()
-            if i == 2:
-                (model[1].weight.square().sum() * 0.01).backward()
-            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-            if i == 3:
-                seen.append(nn.utils.clip_grad_norm_(model[1].parameters(), 0.01))
-            optimizer.step()
-            seen += [param.grad.clone() for param in model.parameters()] if i % 2 else []
-            if handle is not None:
-                handle.remove()
-        found.append([*seen, *model.parameters(), *map(torch.as_tensor, states(optimizer))])
-    assert all(zoo.equal(a + 0, b + 0) for a, b in zip(*found, strict=True))
+def test_large_updates_are_made_in_parts() -> None:
+    pairs = with_adamw(twins(nn.Linear(1024, 1024, bias=False), resident="all"))
+    train(pairs, lambda model, _: model(torch.randn(2, 1024)).square().sum())
 
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
@@ -307,3 +292,156 @@ def test_gradients_of_each_step_come_into_the_same_host_memory() -> None:
                 optimizer.zero_grad()
     zoo.assert_close(plain, model, tolerance=1e-4)
     assert len(homes[-1]) == 6 and homes[4:] == homes[4:5] * 4
+
+
+def layers(m: Any, x: Tensor) -> Tensor:
+    for layer in m.layers:
+        x = m.drop(layer(x).relu())
+    return m.norm(x).square().mean()
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def note(m: Any) -> None:
+    m.calls += 1
+
+
+def talks(m: Any, x: Tensor) -> Tensor:
+    """A line that Dynamo does not capture comes first."""
+    note(m)
+    return layers(m, x)
+
+
+def pair(function: Callable[..., Any] = layers, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    linear = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    net = Applies(function, layers=linear, norm=nn.BatchNorm1d(8), drop=nn.Dropout(0.5), calls=0)
+    return twins(net, **(options or {"gpu_memory": "2MiB"}), progress=False)
+
+
+def loss(model: Any, seed: int) -> Tensor:
+    return model(torch.ones(4, 8) * seed + torch.arange(8))
+
+
+def settled(model: nn.Module) -> bool:
+    return inside.residents(model) == inside.buckets(model).keys()
+
+
+@contextmanager
+def captures(caplog: pytest.LogCaptureFixture, *, count: int) -> Iterator[None]:
+    with caplog.at_level(logging.INFO, "megacompile.capture"):
+        yield
+    assert len([r for r in caplog.records if r.name == "megacompile.capture"]) == count
+
+
+def test_the_first_call_has_them_where_they_belong(caplog: pytest.LogCaptureFixture) -> None:
+    models = _, model = pair()
+    with captures(caplog, count=1):
+        assert_alike(models, lambda m: loss(m, 5))
+        assert settled(model)
+        (first,) = schedules(model)
+        train(with_adamw(models), loss)
+    assert schedules(model) == [first]
+
+
+def test_gradients_of_the_user_update_a_bucket_where_it_is() -> None:
+    """The update's graph, which no backward has made, is that of the place."""
+    models = plain, model = pair(lowering="inductor")
+    names = list(inside.buckets(model))
+    for each in models:
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for seed in range(3):
+            if each is model:
+                inside.want(model, *names[seed % 2 :: 2])
+            for param in each.parameters():
+                param.grad = torch.full_like(param, seed + 1.0)
+            optimizer.step()
+    assert set(names[::2]) == inside.residents(model)
+    zoo.assert_close(plain, model, 1e-6)
+
+
+def test_a_move_that_does_not_fit_keeps_the_gradients() -> None:
+    models = _, model = pair()
+    assert_alike(models, lambda m: loss(m, 0).backward())
+    inside.want(model)
+    with disks.no_host_memory(inside.machine(model)), pytest.raises(HostMemoryError):
+        loss(model, 1)
+    assert_same(*models)
+    train(with_adamw(models), loss)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_another_name_of_what_moves_is_told_of(*, held: bool) -> None:
+    models = pair()
+    state = models[1].state_dict() if held else None
+    with said("layers.0.weight") as texts:
+        train(with_adamw(models), loss)
+    assert settled(models[1]) and len(texts) == held
+    del state
+
+
+def test_what_has_run_is_not_run_again() -> None:
+    models = plain, model = pair(talks)
+    assert_alike(models, lambda m: loss(m, 7))
+    assert model.calls == plain.calls
+    assert not inside.residents(model), "not in this call"
+    train(with_adamw(models), loss)
+    assert settled(model) and model.calls == plain.calls
+
+
+def tower() -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return x + m.narrow(m.wide(x).tanh())
+
+    layers = (Applies(forward, wide=nn.Linear(64, 64), narrow=nn.Linear(64, 64)) for _ in range(4))
+    return nn.Sequential(*layers)
+
+
+def of_rows(model: Any, rows: int) -> Tensor:
+    return model(torch.randn(rows, 64)).square().mean()
+
+
+def test_buckets_leave_the_device_for_larger_inputs(caplog: pytest.LogCaptureFixture) -> None:
+    """The first batch is small, and puts all of them there. Nothing is captured again when they
+    have left, nor for sizes that there is room for."""
+    torch.manual_seed(0)
+    pairs = with_adamw(twins(tower(), gpu_memory="2MiB", progress=False))
+    residents = []
+    with captures(caplog, count=2):  # 8, any
+        for rows in (8, 16, 100, 900, 1000, 50):
+            train(pairs, of_rows, [rows])
+            residents.append(len(inside.residents(pairs[1][0])))
+    assert residents == [4, 4, 4, 0, 0, 0]
+
+
+def broken(first: nn.Module) -> list[tuple[Any, Any]]:
+    """Two captured graphs, the first of which draws random numbers. Their buckets live on the
+    device, with room for few rows."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(m.first(x), 0.5)
+        torch._dynamo.graph_break()
+        return m.layers(x)
+
+    torch.manual_seed(0)
+    made = Applies(forward, first=first, layers=tower())
+    pairs = with_adamw(twins(made, gpu_memory="2MiB", progress=False))
+    train(pairs, of_rows, (8, 8))
+    assert len(inside.residents(pairs[1][0])) >= 4
+    return pairs
+
+
+@pytest.mark.parametrize("first", [nn.Identity(), nn.Linear(64, 64)])
+def test_a_call_that_has_begun_begins_again_where_nothing_fits_otherwise(first: nn.Module) -> None:
+    pairs = broken(first)
+    for rows in (1100, 1100, 8):
+        train(pairs, of_rows, [rows])
+        assert inside.residents(pairs[1][0]) <= {"first"}
+
+
+def test_a_call_that_cannot_begin_again_fails_and_the_next_one_runs() -> None:
+    """The BatchNorm has counted its batch."""
+    (plain, _), (model, _) = pairs = broken(nn.BatchNorm1d(64))
+    with pytest.raises(DeviceMemoryError):
+        train(pairs[1:], of_rows, [1100])
+    model.load_state_dict(plain.state_dict())
+    train(pairs, of_rows, [1100])

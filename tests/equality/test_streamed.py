@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
+import io
+import pickle
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,34 +14,38 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._higher_order_ops import while_loop
+from torch.overrides import TorchFunctionMode
 
-from megacompile import megacompile
+from megacompile import megacompile, schedules
 from megacompile.errors import ModelError
 from tests import inside
-from tests.equality.nets import in_a_row
+from tests.equality.nets import assert_alike, in_a_row, said, trained
 from tests.inside import buckets
-from tests.zoo import WIDTH, assert_same, batch, batchnorm, equal, stack, step, twins
+from tests.zoo import (
+    WIDTH,
+    assert_same,
+    assert_steps_same,
+    batch,
+    batchnorm,
+    differences,
+    equal,
+    stack,
+    step,
+    twins,
+)
 
 
 def places(model: Any) -> dict[str, int]:
     return {name: param.data_ptr() for name, param in model.named_parameters()}
 
 
-def both_step(plain: Any, model: Any, inputs: Any = None) -> None:
-    inputs = batch() if inputs is None else inputs
-    assert equal(step(plain, inputs), step(model, inputs))
-    assert_same(plain, model)
-
-
 @contextmanager
 def told_of(name: str, count: int) -> Iterator[None]:
     """Within, so many warnings have this in them."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with said(name) as found:
         yield
-    found = [str(w.message) for w in said if name in str(w.message)]
     assert len(found) == count, found
 
 
@@ -60,50 +66,6 @@ def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
     assert places(model) == there and inside.streamed(model).buckets.proxies is proxies
     assert all(a is b for a, b in zip(buckets(model).values(), homes, strict=True))
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
-
-
-EXCHANGES: dict[str, Callable[[Any], None]] = {
-    "two layers": lambda m: exchange(m.layers[0].up.weight, m.layers[2].up.weight),
-    "within a layer": lambda m: exchange(m.layers[1].norm.weight, m.layers[1].down.bias),
-    "transposed with itself": lambda m: setattr(m.head.weight, "data", m.head.weight.data.t()),
-}
-
-
-def exchange(p: Tensor, q: Tensor) -> None:
-    p.data, q.data = q.data, p.data
-
-
-def test_parameters_that_exchange_their_data() -> None:
-    """To adopt the one in its place would overwrite the other."""
-    plain, model = twins(stack()[0])
-    for each in (plain, model):
-        each.layers[1].norm.weight.data.mul_(3)
-        step(each, batch())
-    for kind, change in EXCHANGES.items():
-        for each in (plain, model):
-            each.zero_grad()
-            change(each)
-        both_step(plain, model)
-        addresses = {v.data_ptr() for bucket in buckets(model).values() for v in bucket.values}
-        assert all(address in addresses for address in places(model).values()), kind
-
-
-def test_data_that_is_replaced_between_a_forward_and_its_backward() -> None:
-    """The backward has the old memory. With no parameter that trains, inputs get gradients."""
-    plain, model = twins(stack()[0])
-    for each in (plain, model):
-        loss = each(**batch())
-        weight = each.layers[1].up.weight
-        weight.data = weight.data * 2
-        loss.backward()
-    both_step(plain, model)
-    inputs = [batch() for _ in range(2)]
-    for each, given in zip((plain, model), inputs, strict=True):
-        each.requires_grad_(False)
-        given["x"].requires_grad_()
-        each(**given).backward()
-    assert equal(*(given["x"].grad for given in inputs))
-    assert_same(plain, model)
 
 
 def test_data_that_two_parameters_share_is_refused() -> None:
@@ -128,62 +90,6 @@ def test_a_new_layout_lets_the_old_one_go() -> None:
     step(model, batch())
     gc.collect()
     assert [bucket() for bucket in old] == [None] * len(old)
-
-
-def another_dtype(model: Any) -> None:
-    model.double()
-    model.float()
-
-
-def and_the_old_data(model: Any) -> None:
-    """As around an evaluation in half precision: the parameter's memory is what it was."""
-    before = [param.data for param in model.parameters()]
-    model.half()
-    for param, data in zip(model.parameters(), before, strict=True):
-        param.data = data
-
-
-def set_in_place(model: Any) -> None:
-    with torch.no_grad():
-        model.head.weight.set_(torch.full((WIDTH, WIDTH), 0.1))
-
-
-def swapped(model: Any) -> None:
-    new = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1))
-    torch.utils.swap_tensors(model.head.weight, new)
-
-
-@pytest.mark.parametrize("how", ["hook", "in the backward"])
-def test_gradients_arrive_at_new_nodes(how: str) -> None:
-    """With a hook each parameter has its own gate. Rounded where the backward updates."""
-    seen: list[list[Tensor]] = []
-    for streamed in (False, True):
-        model, found = stack()[0], []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if streamed:
-            given = optimizer if how == "in the backward" else None
-            megacompile(model, lowering="eager", device="cpu", optimizer=given)
-        if how == "hook":
-            model.embed.weight.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
-        for change in (another_dtype, and_the_old_data, set_in_place, swapped, None):
-            for i in range(2):
-                found.append(step(model, batch(i)))
-                if how == "hook":
-                    found += [p.grad.clone() for p in model.parameters()]
-                optimizer.step()
-                optimizer.zero_grad()
-            if change is another_dtype and how == "hook":
-                model.head.bias.register_post_accumulate_grad_hook(
-                    lambda p, found=found: found.append(p.grad.clone())
-                )
-            if change is not None:
-                change(model)
-        seen.append(found)
-    want, got = seen
-    if how == "in the backward":
-        torch.testing.assert_close(got, want)
-    else:
-        assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
 def test_a_new_graph_finds_the_new_node_of_a_parameter() -> None:
@@ -364,7 +270,7 @@ def test_data_that_the_forward_assigns(captured: bool) -> None:
 
     plain, model = twins(in_a_row(forward, width=WIDTH))
     for _ in range(2):
-        both_step(plain, model, {"x": batch()["x"]})
+        assert_steps_same(plain, model, {"x": batch()["x"]})
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")
@@ -374,4 +280,96 @@ def test_a_while_loop_has_the_plain_numbers() -> None:
         (y,) = while_loop(lambda y: y.abs().max() > 0.01, lambda y: (y * 0.5,), (first.detach(),))
         return m.last(first + y).square().mean()
 
-    both_step(*twins(in_a_row(forward, width=WIDTH)), {"x": batch()["x"]})
+    assert_steps_same(*twins(in_a_row(forward, width=WIDTH)), {"x": batch()["x"]})
+
+
+def test_a_move_touches_no_parameter_that_stays() -> None:
+    """Setting `data` would wait for values that are still on their way to the host."""
+    model = megacompile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), device="cpu")
+    model(torch.randn(3, WIDTH)).sum().backward()
+    held = [(p, p.data_ptr(), p.grad) for p in model.parameters()]
+    calls: list[Any] = []
+
+    class Record(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if any(args[:1] and args[0] is p for p, _, _ in held) and "set" in func.__name__:
+                calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        model.to("meta")
+    assert calls == []
+    assert all((p.data_ptr(), p.grad) == (at, grad) for p, at, grad in held)
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    model.to(torch.float64)  # a dtype changes
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+class NestedState(nn.Linear):
+    """Its class says itself what its state is."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"attributes": dict(self.__dict__)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["attributes"])
+
+
+class First(nn.LSTM):
+    """What it computes, without its state."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: First(WIDTH, WIDTH, num_layers=2),
+    "nested state": lambda: NestedState(WIDTH, WIDTH),
+    "fx": lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())),
+}
+
+
+def within(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Linear(WIDTH, WIDTH))
+
+
+def through_file(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: list[Callable[[nn.Module], Any]] = [
+    copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_file
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_copy_is_a_plain_module(name: str) -> None:
+    """They are equal, and have nothing of ours."""
+    torch.manual_seed(0)
+    models = twins(within(LAYERS[name]()))
+    x = torch.randn(3, 2, WIDTH)
+    assert_alike(models, trained(x))
+    for way in WAYS:
+        copies = [way(each) for each in models]
+        for each in copies:
+            each.zero_grad()
+            with torch.no_grad():
+                for param in each.parameters():
+                    param.mul_(2)
+        assert_alike(copies, trained(x))
+        assert differences(*models) == [], "its parameters are its own"
+        assert not any(inside.is_streamed(module) for module in copies[1].modules())
+        again = copy.deepcopy(copies[1])
+        for each in (copies[1], again):
+            each.forward = types.MethodType(lambda self, x: x + 1, each)
+            assert equal(each(x), x + 1), "and so are its methods"
+            each.to("meta")
+            assert {param.device.type for param in each.parameters()} == {"meta"}
+    with pytest.raises(ValueError, match="Sequential"):
+        schedules(copy.copy(models[1]))

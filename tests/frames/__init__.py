@@ -11,7 +11,7 @@ one parameter. Counted, and no mismatch:
 
 - refused: a `MegacompileError` where the plain program goes on;
 - warned: another name for a parameter's memory differs, and a warning says so;
-- a known limit: docs/limits.md says that it differs (`command.LIMIT`);
+- a known limit: docs/limits.md says that it differs (`command.LIMITS`);
 - not seen: the plain program raises because of a change between a forward and its backward, and the
   streamed one does as without that change.
 

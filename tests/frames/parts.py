@@ -103,10 +103,30 @@ ASKS = {  # of a parameter `w`
     "grad": "w.grad is None",
     "attribute": 'getattr(w, "tag", 1) == 2',
     "identity": "self.names[0] is w",
+    "nested": 'self.nested["a"][0] is self.nested["b"][0]["w"] is w',
     "in a dict": "w in self.scales",
     "set here": "mark_p0(w) > 1",
-    "requires_grad": "w.requires_grad",
+    "requires_grad": "w.requires_grad and not self.f.requires_grad",
     "shape": "tuple(w.shape) == (4, 4)",
+    "type module": 'type(w).__module__.startswith("torch.nn")',
+    "type of data": "type(w.data) is torch.Tensor",
+    "vars": '"tag" in vars(w)',
+    "id": "id(w) in self.ids",
+    "grad_fn": "w.grad_fn is None",
+    "version": "w._version % 2 == 0",
+    "copy": "copied_p0(w)",
+    "hooks": "hooked_p0(self, w)",
+    "requires_grad set": "thawed_p0(self.f)",
+    "requires_grad set, and a gradient": "thawed_p0(self.f, torch.ones(4, 4, device=DEVICE))",
+    "tied pointer": "w.data_ptr() == self.names[0].data_ptr()",
+    "pointer": 'DEVICE != "cpu" or read_p0(self.f.data_ptr())',
+    "storage": 'DEVICE != "cpu" or read_p0(self.f.untyped_storage().data_ptr())',
+    "numpy": 'DEVICE != "cpu" or float(self.f.numpy()[0, 1]) > 0',
+    "numpy written": 'DEVICE != "cpu" or written_p0(self.f)',
+    "own class": "isinstance(self.own, Own_p0)",
+    "own class name": 'self.own.__class__.__name__ == "Own_p0"',
+    "own method": "self.own.scaled().detach().sum() > 0",
+    "own property": "self.own.total.detach() > 0",
 }
 
 
@@ -121,9 +141,53 @@ def asks(rng: random.Random) -> Part:
         "in eager code": "eagerly(asked_p0, self, w)",
     }[where]
     before = f"""
+        import ctypes
+
+
+        class Own_p0(nn.Parameter):
+            def scaled(self):
+                return self * 2
+
+            @property
+            def total(self):
+                return self.sum()
+
+
         def mark_p0(w):
             w.count = getattr(w, "count", 0) + 1
             return w.count
+
+
+        def copied_p0(w):
+            other = copy.copy(w)
+            return other.requires_grad and other.is_leaf and isinstance(other, nn.Parameter)
+
+
+        def triple_p0(w):
+            w.grad.mul_(3)
+
+
+        def hooked_p0(self, w):
+            if not self.handles:
+                self.handles += [w.register_hook(lambda g: g * 3)]
+                self.handles += [w.register_post_accumulate_grad_hook(triple_p0)]
+            return True
+
+
+        def thawed_p0(f, grad=None):
+            if grad is not None:
+                f.grad = grad
+            f.requires_grad = True
+            return f.requires_grad
+
+
+        def read_p0(address):
+            return (ctypes.c_float * 4).from_address(address)[1] > 0
+
+
+        def written_p0(f):
+            f.detach().numpy()[0, 0] = 5.0
+            return True
 
 
         def asked_p0(self, w):
@@ -132,16 +196,21 @@ def asks(rng: random.Random) -> Part:
     init = """
         self.o = nn.Linear(4, 4)
         self.o.weight.tag = 2
-        self.names = [self.o.weight]
+        self.names, self.ids, self.handles = [self.o.weight], [id(self.o.weight)], []
         self.scales = {self.o.weight: 2.0}
+        self.nested = {"a": (self.o.weight, 3), "b": [{"w": self.o.weight}]}
+        self.f = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+        self.own = Own_p0(torch.ones(4))
     """
     forward = f"""
         w = self.o.weight
         {line}
         scale = 2.0 if {ask} else 0.5
-        return torch.tanh(self.o(x)) * scale
+        x = self.o(x) + x @ self.f + x @ self.nested["b"][0]["w"]
+        return torch.tanh(x) * scale + self.own
     """
-    return Part((kind, where, name), top=module(init, forward, before=before))
+    stepped = 'see("p0 nested", model.p0.nested["a"][0] is model.p0.o.weight)'
+    return Part((kind, where, name), top=module(init, forward, before=before), stepped=stepped)
 
 
 KINDS: dict[str, Callable[[random.Random], Part]] = {

@@ -1,17 +1,25 @@
-"""The command line: the output and errors of each command. README and docs too."""
+"""The command line: the output of each command; README and docs too. The wheel: it has every
+module, runs away from the clone, and its types reach its users."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import io
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
+import venv
+import zipfile
 from collections.abc import Iterator
+from email import message_from_bytes
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +35,7 @@ from megacompile.ir import ops
 from tests import inside
 from tests.interrupts import watched
 from tests.processes import python
-from tests.sources import ROOT
+from tests.sources import LINKED, ROOT, files
 from tests.trace_events import faults
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
@@ -35,35 +43,6 @@ from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 @pytest.fixture(autouse=True)
 def _no_rates_on_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-ERRORS: list[tuple[list[str], str]] = [
-    (["demo", "--steps", "2"], "needed 3 or more"),
-    (["demo", "--steps", "0"], "--steps: invalid positive value: '0'"),
-    (["demo", "--device", "tpu"], "device='tpu'"),
-    (["demo", "--steps", "many"], "--steps: invalid positive value: 'many'"),
-    (["hardware", "--disk", "/absent/folder"], "/absent/folder"),
-    ([], "the following arguments are required: COMMAND"),
-    (["nothing"], "argument COMMAND: invalid choice: 'nothing'"),
-    (["plan"], "the following arguments are required: TARGET"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "text"), ERRORS)
-def test_errors_are_one_line(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(arguments)
-    except SystemExit as end:  # argparse's
-        code = end.code  # type: ignore[assignment]
-    assert code == 2
-    error = capsys.readouterr().err
-    command = " ".join(["megacompile", *({*arguments[:1]} - {"nothing"})])
-    assert error.startswith(f"{command}: ") and text in error and error.count("\n") == 1
-
-
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(text: str, language: str) -> Iterator[str]:
@@ -91,19 +70,6 @@ def test_demo_prints_what_readme_and_docs_show(tmp_path: Path) -> None:
     (shown,) = blocks((ROOT / "docs" / "design.md").read_text(), "text")
     code = iter(rows(printed))
     assert [line for line in rows(shown) if line not in code] == []  # in their order
-
-
-def broken_links(page: Path) -> list[str]:
-    """Links of a page to files that are not there."""
-    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text())
-    return [t for t in targets if "://" not in t and not (page.parent / t).exists()]
-
-
-def test_links_lead_somewhere(tmp_path: Path) -> None:
-    assert {str(page): broken_links(page) for page in PAGES if broken_links(page)} == {}
-    page = tmp_path / "a.md"
-    page.write_text("[a](a.md) [b](b.md#part) [c](https://example.org) ![d](d.png)")
-    assert broken_links(page) == ["b.md", "d.png"]
 
 
 RECIPES = list(blocks((ROOT / "docs" / "recipes.md").read_text(), "python"))  # [0]: the setup
@@ -343,4 +309,91 @@ def test_what_parameters_leave_goes_back_to_the_system() -> None:
     assert float(python("-c", TAKEN).stdout) < 1.3
 
 
-# Progress.
+TIMEOUT_S = 300
+SCRIPT = '''
+"""A script of a user, for mypy --strict."""
+
+import torch
+from torch import nn
+
+from megacompile import Explanation, Schedule, explain, megacompile, schedules
+
+model: nn.Linear = megacompile(nn.Linear(4, 1), device="cpu", gpu_memory="1GiB")
+model(torch.ones(2, 4)).square().mean().backward()
+schedule: Schedule = schedules(model)[0]
+explanation: Explanation = explain(model, changes=False)
+print(schedule.table(), explanation)
+'''
+
+
+def run(*command: str | Path, folder: Path) -> str:
+    """Run a command in a folder and return its output."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, offline: a build leaves files next to them."""
+    found = {d.name: d.version for d in metadata.distributions(name="setuptools")}
+    if importlib.util.find_spec("pip") is None or int(found.get("setuptools", "0")[:2]) < 77:
+        pytest.skip("needs pip and setuptools 77")
+    folder = tmp_path_factory.mktemp("sources")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("megacompile", *LINKED):
+        caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=caches)
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps")
+    run(*pip, "--wheel-dir", "dist", ".", folder=folder)
+    (built,) = (folder / "dist").iterdir()
+    return built
+
+
+def test_the_wheel_has_every_module(wheel: Path) -> None:
+    wanted = {
+        f"{name.replace('.', '/')}{'/__init__' if path.name == '__init__.py' else ''}.py"
+        for name, path in files().items()
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (header,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        version = message_from_bytes(archive.read(header))["Version"]
+    assert names == {*wanted, "megacompile/py.typed"}
+    assert version == __version__
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.thorough
+def test_it_runs_away_from_the_clone(wheel: Path, tmp_path: Path) -> None:
+    """In a new environment, which borrows this one's dependencies after pip has installed it."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", wheel, folder=tmp_path)
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run(python, "-c", where, folder=tmp_path).strip())
+    borrowed = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed))
+
+    where = "import megacompile; print(megacompile.__file__)"
+    assert Path(run(python, "-c", where, folder=tmp_path).strip()).is_relative_to(packages)
+    demo = (python, "-m", "megacompile", "demo", "--device", "cpu", "--steps", "3")
+    assert "offload_grad" in run(*demo, folder=tmp_path)
+
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert "OFFLOAD_GRAD" in run(python, script, folder=tmp_path)
+    pytest.importorskip("mypy")
+    mypy = (python, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache")
+    run(*mypy, script, folder=tmp_path)
+    script.write_text(SCRIPT.replace("gpu_memory=", "gpu_memori="))  # types are known, not `Any`
+    with pytest.raises(AssertionError, match="gpu_memori"):
+        run(*mypy, script, folder=tmp_path)

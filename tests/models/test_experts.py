@@ -6,19 +6,17 @@ equal in every bit on the CPU, whatever mask is given.
 
 from __future__ import annotations
 
-import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megacompile import megacompile
 from tests import inside
 from tests.draws import drawn
-from tests.zoo import assert_same, equal, hf_qwen2, twins
+from tests.equality.nets import from_config
+from tests.zoo import assert_same, equal, twins
 
 ROWS, EXPERTS, WIDTH, INNER = 64, 4, 32, 48
 OFFSETS = torch.tensor([16, 16, 40, 64], dtype=torch.int32)  # the second expert has no row
@@ -83,20 +81,10 @@ def test_listed_experts_without_tokens_have_no_gradient() -> None:
 def test_stacked_experts_without_tokens_have_zeros() -> None:
     """And host memory: a step may choose any of them, so there is memory for all. In float32 they
     are scheduled, without a warning that all of it runs in eager mode."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    config._experts_implementation = "grouped_mm"
+    pytest.importorskip("transformers")
+    changes = {"num_local_experts": 8, "_experts_implementation": "grouped_mm"}
     torch.manual_seed(0)
-    plain, streamed = twins(transformers.AutoModelForCausalLM.from_config(config))
+    plain, streamed = twins(from_config("mixtral", **changes, _attn_implementation="eager"))
     ids = torch.tensor([[1, 2, 1, 2]])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="megacompile")
@@ -109,25 +97,12 @@ def test_stacked_experts_without_tokens_have_zeros() -> None:
         assert len(bucket.grads) == len(bucket.params)
 
 
-transformers = pytest.importorskip("transformers")
-
-
-def model(kind: str) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    if kind == "qwen2":
-        return hf_qwen2(**sizes, num_hidden_layers=1, attn_implementation="sdpa")
-    options = {"intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    config = transformers.MistralConfig(
-        **sizes, **options, sliding_window=8, attn_implementation="sdpa"
-    )
-    torch.manual_seed(0)
-    return transformers.MistralForCausalLM(config)
-
-
-@pytest.mark.parametrize("kind", drawn(["sliding window"], ["qwen2"]))
+@pytest.mark.parametrize("kind", drawn(["mistral"], ["qwen2"]))
 def test_the_same_bits_with_every_mask(kind: str) -> None:
-    plain = model(kind)
-    streamed = megacompile(copy.deepcopy(plain), progress=False)
+    """In a window that slides, too."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    plain, streamed = twins(from_config(kind, _attn_implementation="sdpa"))
     ids = torch.arange(48).view(2, 24) % 64
     ones = torch.ones_like(ids)
     padded = ones.masked_fill(torch.arange(24) < torch.tensor([[5], [0]]), 0)

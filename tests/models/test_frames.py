@@ -1,4 +1,5 @@
-"""A few programs of frames and cases of budgets, and that the draws see what they are to see.
+"""Programs of frames with every kind of part, a few cases of budgets, and that the draws see what
+they are to see.
 
 `python -m tests.frames` and `python -m tests.budgets` do more. Planted faults stand in for
 `megacompile()` in the first.
@@ -32,6 +33,33 @@ def part(kind: str, *features: str) -> Part:
         if all(feature in found for feature in features):
             return kind, seed
     raise AssertionError(f"{kind} never has {features}")
+
+
+def every_pick() -> list[Case]:
+    """Programs of a part of each kind, which pick between them all that a kind has to pick from."""
+    seeds: dict[str, list[int]] = {}
+    for kind, make in KINDS.items():
+        draws = {seed: make(random.Random(seed)).features for seed in range(400)}
+        often = kind == "asks"  # captured, and in eager code
+        firsts = {
+            (of[0], often and of[1] == "in eager code"): seed
+            for seed, of in draws.items()
+            if f"{kind} ({', '.join(of[:2])}" not in command.LIMITS
+        }
+        seeds[kind] = [seed for _, seed in sorted(firsts.items())]
+    alone = [Case((("changed", seed),)) for seed in seeds.pop("changed")]  # which ends a step
+    count = len(seeds["exchanged"])  # the most that do not go together
+    kinds = sorted(seeds.items())
+    return [
+        Case(tuple((kind, seed) for kind, of in kinds for seed in of[k::count]))
+        for k in range(count)
+    ] + alone
+
+
+@pytest.mark.parametrize("case", every_pick(), ids=lambda case: " ".join(sorted(case.labels())))
+def test_every_kind_of_part(case: Case) -> None:
+    verdict = command.judge(case)
+    assert verdict.kind in ("equal", "warned" if len(case.parts) > 1 else "raises too"), verdict
 
 
 @pytest.mark.parametrize("numbers", drawn([range(2, 4)], [range(4, 60)]), ids=str)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from megacompile import explain, megacompile, schedules
 from megacompile.ir import ops
 from tests import inside
+from tests.equality.nets import in_a_row
 from tests.zoo import assert_same, hf_qwen2, twins
 
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="no C++ compiler here")
@@ -276,30 +277,21 @@ def test_no_backward_takes_statistics(lowering: str) -> None:
     assert (len(copied[0]) == 0) == (lowering == "inductor")
 
 
-class SomeEager(nn.Module):
-    """(3, 4) -> (3, 4)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor, eager: bool) -> Tensor:
-        return uncaptured(self, x) if eager else self.plainly(x)
-
-    def plainly(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)).relu()
+def plainly(model: Any, x: Tensor) -> Tensor:
+    return model.norm(model.first(x)).relu()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def uncaptured(model: SomeEager, x: Tensor) -> Tensor:
-    return model.plainly(x)
+uncaptured = torch.compiler.disable(plainly)
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")  # one is not captured
 def test_captured_and_eager_forwards_before_one_backward() -> None:
     """The eager one has saved the statistics, and the captured one counts no version of them."""
     torch.manual_seed(0)
-    plain, streamed = twins(SomeEager())
+    norm = nn.BatchNorm1d(4)
+    plain, streamed = twins(
+        in_a_row(lambda m, x, eager: (uncaptured if eager else plainly)(m, x), count=1, norm=norm)
+    )
     x = torch.randn(3, 4)
     for model, first in itertools.product((plain, streamed), (True, False)):
         outputs = [model(x, eager) for eager in (first, not first)]

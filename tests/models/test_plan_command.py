@@ -267,6 +267,13 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
         ([TOWER, "DISK", "--disk-weights", "--gpus", "2"], "shards of parameters"),
         ([TOWER, "DISK", "--disk-saved", "--activations", "keep"], "activations='keep'"),
         ([TOWER, "--disk", "THERE"], "hardware --disk"),
+        ([], "the following arguments are required: TARGET"),
+        (["COMMAND", "demo", "--steps", "2"], "needed 3 or more"),
+        (["COMMAND", "demo", "--steps", "0"], "--steps: invalid positive value: '0'"),
+        (["COMMAND", "demo", "--device", "tpu"], "device='tpu'"),
+        (["COMMAND", "hardware", "--disk", "/absent/folder"], "/absent/folder"),
+        (["COMMAND"], "the following arguments are required: COMMAND"),
+        (["COMMAND", "nothing"], "argument COMMAND: invalid choice: 'nothing'"),
     ],
 )
 def test_errors_are_one_line_and_code_2(
@@ -286,13 +293,15 @@ def test_errors_are_one_line_and_code_2(
     names["FOLDER"] = [str(tmp_path / "weights")]
     if names.keys() & {*argv} & {*texts, "UNKNOWN"}:
         pytest.importorskip("transformers")
+    rest = argv[1:] if argv[:1] == ["COMMAND"] else ["plan", *argv]
     try:
-        code = main(["plan", *(part for arg in argv for part in names.get(arg, [arg]))])
+        code = main([part for arg in rest for part in names.get(arg, [arg])])
     except SystemExit as end:  # argparse's
         code = end.code  # type: ignore[assignment]
     assert code == 2
     error = capsys.readouterr().err
-    assert error.startswith("megacompile plan: ") and words in error and error.count("\n") == 1
+    command = " ".join(["megacompile", *({*rest[:1]} - {"nothing"})])
+    assert error.startswith(f"{command}: ") and words in error and error.count("\n") == 1
 
 
 def test_without_the_package_that_a_config_needs(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.draws import drawn
-from tests.zoo.command import ENTRIES, INTRODUCTION, PAGE, faults, rows_of, tolerance
+from tests.zoo.command import ENTRIES, INTRODUCTION, PAGE, faults, line, rows_of, tolerance
 from tests.zoo.compare import compare, error
 from tests.zoo.entry import Entry, Family
 
@@ -44,7 +44,7 @@ def test_the_page_is_what_the_command_writes() -> None:
     rows = rows_of(text)
     assert text.startswith(INTRODUCTION)
     assert list(rows) == list(ENTRIES)
-    assert all(row.line() in text.splitlines() for row in rows.values())
+    assert all(line(row) in text.splitlines() for row in rows.values())
 
 
 class Wrong(nn.Linear):

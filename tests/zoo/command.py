@@ -10,7 +10,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written = rows_of(text)
     rows = {}
     for name, result in results.items():
-        row, before = Row.of(chosen[name], result), written.get(name)
+        row, before = row_of(chosen[name], result), written.get(name)
         if options.gpu and before is not None:
-            rows[name] = replace(before, inductor=row.error)
+            rows[name] = before | {"Inductor": row["largest error"]}
         elif not options.gpu:
-            rows[name] = replace(row, inductor=before.inductor if before else "")
+            rows[name] = row | ({"Inductor": before["Inductor"]} if before else {})
     if options.write:
         versions = versions_of(text) if options.gpu else _versions()
         text = _page(rows, written, versions)
@@ -185,39 +184,22 @@ COLUMNS = ("model", "graph breaks", "stages", "streamed", "largest error", "Indu
 INTRODUCTION = PAGE.read_text().partition("\n" + _MADE)[0]  # is written there alone
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table, as text."""
+Row = dict[str, str]  # one line of the table, by column
 
-    name: str
-    breaks: str
-    stages: str
-    streamed: str
-    error: str
-    inductor: str
-    why: str
 
-    @staticmethod
-    def of(entry: Entry, result: Result) -> Row:
-        """The line for an entry."""
-        whys = [entry.note, entry.rounding.why if entry.rounding and result.error else ""]
-        return Row(
-            entry.name,
-            str(result.breaks) if result.breaks >= 0 else "no graph",
-            str(result.stages),
-            percent(result.streamed),
-            rounded_up(result.error),
-            "",
-            "; ".join(why for why in whys if why),
-        )
+def row_of(entry: Entry, result: Result) -> Row:
+    """The line for an entry, without Inductor's error."""
+    rounding = entry.rounding.why if entry.rounding and result.error else ""
+    why = "; ".join(filter(None, (entry.note, rounding)))
+    breaks = str(result.breaks) if result.breaks >= 0 else "no graph"
+    share, error = percent(result.streamed), rounded_up(result.error)
+    cells = (entry.name, breaks, str(result.stages), share, error, "", why)
+    return dict(zip(COLUMNS, cells, strict=True))
 
-    def line(self) -> str:
-        """In Markdown."""
-        cells = (
-            *(self.name, self.breaks, self.stages, self.streamed, self.error),
-            *(self.inductor, self.why),
-        )
-        return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
+
+def line(row: Row) -> str:
+    """In Markdown."""
+    return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in row.values())}|"
 
 
 def percent(share: float) -> str:
@@ -241,7 +223,7 @@ def page(rows: Mapping[Family, Sequence[Row]], versions: str) -> str:
 
 def _table(rows: Iterable[Row]) -> list[str]:
     head = f"| {' | '.join(COLUMNS)} |"
-    return [head, "|---" * len(COLUMNS) + "|", *(row.line() for row in rows)]
+    return [head, "|---" * len(COLUMNS) + "|", *map(line, rows)]
 
 
 def versions_of(text: str) -> str:
@@ -256,7 +238,7 @@ def rows_of(text: str) -> dict[str, Row]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and len(cells) == len(COLUMNS) and cells[0] not in ("model", "---"):
-            found[cells[0]] = Row(*cells)
+            found[cells[0]] = dict(zip(COLUMNS, cells, strict=True))
     return found
 
 
@@ -268,9 +250,10 @@ def changes(found: Mapping[str, Row], text: str) -> list[str]:
         if name not in written:
             said.append(f"{name}: not on the page")
         elif _facts(row) != _facts(written[name]):
-            said.append(f"{name}: the page says {written[name].line()}, found {row.line()}")
+            said.append(f"{name}: the page says {line(written[name])}, found {line(row)}")
     return said
 
 
 def _facts(row: Row) -> tuple[str, ...]:
-    return (row.breaks, row.stages, row.streamed, "0" if row.error == "0" else "", row.why)
+    facts = {**row, "largest error": "0" if row["largest error"] == "0" else "", "Inductor": ""}
+    return tuple(facts.values())

@@ -6,16 +6,6 @@ import torch
 
 from tests.zoo.entry import BATCH, Call, Entry, floats, of_diffusers
 
-GROUPS = {"norm_num_groups": 4}
-BLOCKS = {"block_out_channels": (8, 16), "layers_per_block": 1, **GROUPS}
-LAYERS = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "num_layers": 2,
-    "sample_size": 8,
-}
-TEXT = {"joint_attention_dim": 32, "pooled_projection_dim": 16}
 STEPS = torch.tensor([3, 500])
 
 
@@ -64,58 +54,39 @@ def _flux() -> Call:
 ENTRIES: list[Entry] = [
     of_diffusers(
         "UNet2DModel",
-        {
-            **BLOCKS,
-            "sample_size": 16,
-            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-            "attention_head_dim": 8,
-        },
+        "BLOCKS sample_size=16 down_block_types=('DownBlock2D','AttnDownBlock2D') "
+        "up_block_types=('AttnUpBlock2D','UpBlock2D') attention_head_dim=8",
         _noisy,
     ),
     of_diffusers(
         "UNet2DConditionModel",
-        {
-            **BLOCKS,
-            "sample_size": 16,
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-            "cross_attention_dim": 16,
-            "attention_head_dim": 4,
-        },
+        "BLOCKS sample_size=16 down_block_types=('DownBlock2D','CrossAttnDownBlock2D') "
+        "up_block_types=('CrossAttnUpBlock2D','UpBlock2D') cross_attention_dim=16 "
+        "attention_head_dim=4",
         _told,
     ),
     of_diffusers(
         "AutoencoderKL",
-        {
-            **BLOCKS,
-            "down_block_types": ("DownEncoderBlock2D",) * 2,
-            "up_block_types": ("UpDecoderBlock2D",) * 2,
-        },
+        "BLOCKS down_block_types=('DownEncoderBlock2D','DownEncoderBlock2D') "
+        "up_block_types=('UpDecoderBlock2D','UpDecoderBlock2D')",
         _image,
     ),
-    of_diffusers("VQModel", {"block_out_channels": (8,), **GROUPS}, _image),
-    of_diffusers("DiTTransformer2DModel", {**LAYERS, "num_embeds_ada_norm": 10}, _dit),
+    of_diffusers("VQModel", "block_out_channels=(8,) norm_num_groups=4", _image),
+    of_diffusers("DiTTransformer2DModel", "LATENTS num_embeds_ada_norm=10", _dit),
     of_diffusers(
         "PixArtTransformer2DModel",
-        {**LAYERS, "cross_attention_dim": 32, "caption_channels": 16},
+        "LATENTS cross_attention_dim=32 caption_channels=16",
         _pixart,
     ),
     of_diffusers(
         "SD3Transformer2DModel",
-        {**LAYERS, **TEXT, "patch_size": 2, "caption_projection_dim": 32, "pos_embed_max_size": 8},
+        "LATENTS PROMPT patch_size=2 caption_projection_dim=32 pos_embed_max_size=8",
         _sd3,
     ),
     of_diffusers(
         "FluxTransformer2DModel",
-        {
-            **{name: value for name, value in LAYERS.items() if name != "sample_size"},
-            **TEXT,
-            "num_layers": 1,
-            "num_single_layers": 2,
-            "axes_dims_rope": (2, 2, 4),
-            "guidance_embeds": False,
-        },
+        "HEADS PROMPT num_layers=1 num_single_layers=2 axes_dims_rope=(2,2,4) "
+        "guidance_embeds=False",
         _flux,
     ),
 ]

@@ -15,14 +15,12 @@ from torch import nn
 from tests.zoo.entry import (
     ALONE,
     BATCH,
-    BOTH_SIDES,
-    GROUPED,
-    TINY,
     TURNS,
     Call,
     Entry,
     Family,
     Rounding,
+    configured,
     floats,
     ids,
     of_transformers,
@@ -31,8 +29,6 @@ from tests.zoo.entry import (
 # --- vision
 
 PIXELS = 32
-LAYERS = {name: TINY[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
-SEEING = {**LAYERS, "num_hidden_layers": 2, "image_size": PIXELS, "patch_size": 8, "num_labels": 4}
 
 
 def images() -> Call:
@@ -55,18 +51,18 @@ def _boxes() -> Call:
     return {**_unlabelled(), "labels": [box, box]}
 
 
-def classifier(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
+def classifier(kind: str, config: str, **of_entry: Any) -> list[Entry]:
     head = "AutoModelForImageClassification"
     return of_transformers(Family.VISION, head, kind, config, images, **of_entry)
 
 
 def other(
-    kind: str, head: str, config: dict[str, Any], call: Callable[[], Call], **of_entry: Any
+    kind: str, head: str, config: str, call: Callable[[], Call], **of_entry: Any
 ) -> list[Entry]:
     return of_transformers(Family.VISION, head, kind, config, call, **of_entry)
 
 
-def library(package: str, name: str, *, size: int = PIXELS, **config: Any) -> Entry:
+def library(package: str, name: str, config: str = "", *, size: int = PIXELS) -> Entry:
     """A classifier of torchvision or timm, by its name or its class."""
 
     def build() -> nn.Module:
@@ -75,7 +71,7 @@ def library(package: str, name: str, *, size: int = PIXELS, **config: Any) -> En
             make = functools.partial(of.create_model, name, pretrained=False)
         else:
             make = getattr(of.models, name)
-        return make(num_classes=4, **config)
+        return make(num_classes=4, **configured(config))
 
     def call() -> Call:
         return {"x": floats(BATCH, 3, size, size)}
@@ -85,52 +81,29 @@ def library(package: str, name: str, *, size: int = PIXELS, **config: Any) -> En
 
 torchvision = functools.partial(library, "torchvision")
 timm = functools.partial(library, "timm")
-SWIN = {
-    "image_size": PIXELS,
-    "patch_size": 2,
-    "embed_dim": 16,
-    "depths": [2, 2],
-    "num_heads": [2, 4],
-    "window_size": 4,
-    "num_labels": 4,
-}
-RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 4}
-BACKBONE = {**RESNET, "model_type": "resnet", "layer_type": "basic", "out_features": ["stage2"]}
+
+
 VISION: list[Entry] = [
-    *classifier("vit", SEEING),
-    *classifier("beit", {**SEEING, "layer_scale_init_value": 0.1}),
-    *classifier("dinov2", {**SEEING, "mlp_ratio": 2}, note="its mask token is not used"),
-    *classifier("swin", SWIN, **ALONE),
-    *classifier("convnext", {**RESNET, "num_stages": 2, "drop_path_rate": 0.1}, **ALONE),
-    *classifier("resnet", RESNET, **ALONE),
-    *classifier(
-        "mobilenet_v2", {"image_size": PIXELS, "depth_multiplier": 0.35, "num_labels": 4}, **ALONE
-    ),
+    *classifier("vit", "SEEING"),
+    *classifier("beit", "SEEING layer_scale_init_value=0.1"),
+    *classifier("dinov2", "SEEING mlp_ratio=2", note="its mask token is not used"),
+    *classifier("swin", "SWIN", **ALONE),
+    *classifier("convnext", "RESNET num_stages=2 drop_path_rate=0.1", **ALONE),
+    *classifier("resnet", "RESNET", **ALONE),
+    *classifier("mobilenet_v2", "image_size=32 depth_multiplier=0.35 num_labels=4", **ALONE),
     *other(
         "vit_mae",
         "ViTMAEForPreTraining",
-        {
-            **SEEING,
-            **{f"decoder_{name}": size for name, size in LAYERS.items()},
-            "decoder_num_hidden_layers": 1,
-        },
+        "SEEING decoder_hidden_size=32 decoder_intermediate_size=48 decoder_num_attention_heads=4 "
+        "decoder_num_hidden_layers=1",
         _unlabelled,
     ),
     *other(
         "segformer",
         "AutoModelForSemanticSegmentation",
-        {
-            "depths": [1, 1],
-            "num_encoder_blocks": 2,
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [16, 32],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-            "decoder_hidden_size": 16,
-            "num_labels": 4,
-        },
+        "depths=[1,1] num_encoder_blocks=2 sr_ratios=[2,1] hidden_sizes=[16,32] "
+        "patch_sizes=[7,3] strides=[4,2] num_attention_heads=[1,2] mlp_ratios=[2,2] "
+        "decoder_hidden_size=16 num_labels=4",
         _segmented,
         note="transformers registers hooks in the forward",
         **ALONE,
@@ -138,14 +111,8 @@ VISION: list[Entry] = [
     *other(
         "detr",
         "AutoModelForObjectDetection",
-        {
-            "backbone_config": BACKBONE,
-            "use_timm_backbone": False,
-            **BOTH_SIDES,
-            "encoder_layers": 1,
-            "num_queries": 6,
-            "num_labels": 4,
-        },
+        "backbone_config=BACKBONE use_timm_backbone=False BOTH_SIDES encoder_layers=1 "
+        "num_queries=6 num_labels=4",
         _boxes,
         note="a random number decides on each layer, and numpy matches boxes in its loss",
         rounding={"eager": TURNS},
@@ -155,51 +122,37 @@ VISION: list[Entry] = [
     torchvision("efficientnet_b0", size=96),
     torchvision("regnet_y_400mf", size=64),
     torchvision("mobilenet_v3_small", size=64),
-    torchvision("DenseNet", growth_rate=8, block_config=(2, 2), num_init_features=8),
+    torchvision("DenseNet", "growth_rate=8 block_config=(2,2) num_init_features=8"),
     torchvision("squeezenet1_1", size=64),
     torchvision(
         "SwinTransformer",
-        patch_size=[2, 2],
-        embed_dim=16,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=[4, 4],
-        stochastic_depth_prob=0.1,
+        "patch_size=[2,2] embed_dim=16 depths=[2,2] num_heads=[2,4] "
+        "window_size=[4,4] stochastic_depth_prob=0.1",
     ),
     torchvision(
         "VisionTransformer",
-        image_size=PIXELS,
-        patch_size=8,
-        num_layers=2,
-        num_heads=4,
-        hidden_dim=32,
-        mlp_dim=48,
+        "image_size=32 patch_size=8 num_layers=2 num_heads=4 hidden_dim=32 mlp_dim=48",
     ),
     torchvision(
         "MaxVit",
+        "input_size=(56,56) stem_channels=8 partition_size=7 block_channels=[8,16] "
+        "block_layers=[1,1] head_dim=4 stochastic_depth_prob=0.1",
         size=56,
-        input_size=(56, 56),
-        stem_channels=8,
-        partition_size=7,
-        block_channels=[8, 16],
-        block_layers=[1, 1],
-        head_dim=4,
-        stochastic_depth_prob=0.1,
     ),
-    timm("vit_tiny_patch16_224", img_size=PIXELS, depth=2),
+    timm("vit_tiny_patch16_224", "img_size=32 depth=2"),
     timm("convnextv2_atto"),
     timm("efficientnet_lite0"),
-    timm("mixer_s32_224", img_size=64, size=64),
-    timm("swin_tiny_patch4_window7_224", img_size=56, size=56, depths=(1, 1, 1, 1)),
+    timm("mixer_s32_224", "img_size=64", size=64),
+    timm("swin_tiny_patch4_window7_224", "img_size=56 depths=(1,1,1,1)", size=56),
     timm("regnetx_002"),
     timm("resnet10t"),
-    timm("maxvit_pico_rw_256", img_size=64, size=64),
-    timm("eva02_tiny_patch14_224", img_size=28, size=28, depth=2),
+    timm("maxvit_pico_rw_256", "img_size=64", size=64),
+    timm("eva02_tiny_patch14_224", "img_size=28 depth=2", size=28),
 ]
 
 # --- images and text
 
-SIGHT = {**SEEING, "image_size": 16}
+
 PATCHES = 4  # of an image
 IMAGE_TOKEN, START_TOKEN, END_TOKEN, VIDEO_TOKEN = 60, 61, 62, 63
 
@@ -248,14 +201,6 @@ def _qwen() -> Call:
     }
 
 
-QWEN: dict[str, Any] = {
-    "image_token_id": IMAGE_TOKEN,
-    "video_token_id": VIDEO_TOKEN,
-    "vision_start_token_id": START_TOKEN,
-    "vision_end_token_id": END_TOKEN,
-}
-ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-TEXT_AND_IMAGE = "AutoModelForImageTextToText"
 SIZES = "the sizes of the images are data: transformers loops over them and splits by them"
 COUNTS = "transformers compares the number of an image's tokens with its features, by `item()`"
 GROUPS = Rounding(
@@ -263,92 +208,64 @@ GROUPS = Rounding(
     "where it is captured, transformers makes a mask that masks nothing: gradients of keys and "
     "values of grouped heads are added in another order",
 )
-PATCHED = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 8}
-ROTATED = {**GROUPED, "rope_parameters": ROPE}
-IMAGES: dict[str, Any] = {"image_token_index": IMAGE_TOKEN, "image_token_id": IMAGE_TOKEN}
 
 
 def reader(
     kind: str,
-    text: dict[str, Any],
-    vision: dict[str, Any],
+    text: str,
+    vision: str,
+    more: str,
     call: Callable[[], Call],
-    *,
-    head: str = TEXT_AND_IMAGE,
-    note: str = "",
-    rounding: dict[str, Rounding] | None = None,
-    **config: Any,
+    head: str = "AutoModelForImageTextToText",
+    **of_entry: Any,
 ) -> list[Entry]:
     """A model of images and text."""
-    both = {"text_config": text, "vision_config": vision, **config}
-    return of_transformers(Family.MULTIMODAL, head, kind, both, call, note=note, rounding=rounding)
+    config = {"text_config": configured(text), "vision_config": configured(vision)}
+    config |= configured(more)
+    return of_transformers(Family.MULTIMODAL, head, kind, config, call, **of_entry)
 
 
 MULTIMODAL: list[Entry] = [
-    *reader("clip", TINY, SIGHT, _pairs, head="CLIPModel", projection_dim=16),
-    *reader("siglip", TINY, SIGHT, _siglip, head="SiglipModel"),
+    *reader("clip", "TINY", "SIGHT", "projection_dim=16", _pairs, "CLIPModel"),
+    *reader("siglip", "TINY", "SIGHT", "", _siglip, "SiglipModel"),
     *reader(
         "llava",
-        {**GROUPED, "model_type": "llama"},
-        {**SIGHT, "model_type": "clip_vision_model"},
+        "GROUPED model_type=llama",
+        "SIGHT model_type=clip_vision_model",
+        "vision_feature_layer=-1 IMAGES",
         _prompt,
         note=COUNTS,
         rounding={"sdpa": GROUPS},
-        vision_feature_layer=-1,
-        **IMAGES,
     ),
     *reader(
         "paligemma",
-        {**GROUPED, "model_type": "gemma", "head_dim": 8},
-        {**SIGHT, "model_type": "siglip_vision_model"},
+        "GROUPED model_type=gemma head_dim=8",
+        "SIGHT model_type=siglip_vision_model",
+        "projection_dim=32 IMAGES",
         _typed_prompt,
         note=COUNTS,
-        projection_dim=32,
-        **IMAGES,
     ),
     *reader(
         "qwen2_vl",
-        ROTATED,
-        {**PATCHED, "embed_dim": 32, "mlp_ratio": 2},
+        "ROTATED",
+        "PATCHED embed_dim=32 mlp_ratio=2",
+        "QWEN",
         _qwen,
         note=SIZES,
         rounding={"sdpa": GROUPS},
-        **QWEN,
     ),
     *reader(
         "qwen2_5_vl",
-        ROTATED,
-        {
-            **PATCHED,
-            "intermediate_size": 48,
-            "out_hidden_size": 32,
-            "window_size": 32,
-            "fullatt_block_indexes": [1],
-        },
+        "ROTATED",
+        "PATCHED intermediate_size=48 out_hidden_size=32 window_size=32 fullatt_block_indexes=[1]",
+        "QWEN",
         _qwen,
         note=SIZES,
         rounding={"eager": TURNS, "sdpa": Rounding(1e-6, f"{GROUPS.why}; {TURNS.why}")},
-        **QWEN,
     ),
 ]
 
 # --- sound
-
-WAVE = {
-    **LAYERS,
-    "num_hidden_layers": 2,
-    "vocab_size": 32,
-    "conv_dim": [16, 16],
-    "conv_kernel": [10, 3],
-    "conv_stride": [5, 2],
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4,
-    "mask_time_prob": 0.0,
-    "mask_feature_prob": 0.0,
-    "layerdrop": 0.0,
-    "ctc_loss_reduction": "mean",
-}
 
 
 def _wave() -> Call:
@@ -368,7 +285,7 @@ CTC = (
 
 def ctc(kind: str, **of_entry: Any) -> list[Entry]:
     return of_transformers(
-        Family.AUDIO, "AutoModelForCTC", kind, WAVE, _wave, note=CTC, draws=TRANSPOSED, **of_entry
+        Family.AUDIO, "AutoModelForCTC", kind, "WAVE", _wave, note=CTC, draws=TRANSPOSED, **of_entry
     )
 
 
@@ -380,15 +297,8 @@ AUDIO: list[Entry] = [
         Family.AUDIO,
         "AutoModelForAudioClassification",
         "audio-spectrogram-transformer",
-        {
-            **LAYERS,
-            "num_hidden_layers": 2,
-            "max_length": 32,
-            "num_mel_bins": 16,
-            "patch_size": 8,
-            "frequency_stride": 8,
-            "time_stride": 8,
-        },
+        "SIZES num_hidden_layers=2 max_length=32 num_mel_bins=16 patch_size=8 "
+        "frequency_stride=8 time_stride=8",
         _spectrum,
     ),
 ]

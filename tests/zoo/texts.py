@@ -11,10 +11,7 @@ import torch
 from tests.zoo.entry import (
     ALONE,
     BATCH,
-    BOTH_SIDES,
-    GROUPED,
     LENGTH,
-    TINY,
     TURNS,
     Call,
     Entry,
@@ -27,103 +24,76 @@ from tests.zoo.entry import (
 
 # --- decoders
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-}
-SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
-
 
 def _own() -> Call:
     tokens = ids()
     return {"input_ids": tokens, "labels": tokens}
 
 
-def decoder(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
+def decoder(kind: str, config: str, **of_entry: Any) -> list[Entry]:
     return of_transformers(Family.DECODERS, "AutoModelForCausalLM", kind, config, _own, **of_entry)
 
 
-STATES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 LOGS = "transformers logs a warning in its loss, once"
 SCAN = Rounding(1e-6, "where it is captured, transformers takes an associative scan")
 
 DECODERS: list[Entry] = [
-    *decoder("llama", GROUPED),
-    *decoder("qwen2", GROUPED),
-    *decoder("qwen3", {**GROUPED, "head_dim": 8}),
-    *decoder("mistral", {**GROUPED, "head_dim": 8}),
-    *decoder("gemma", {**GROUPED, "head_dim": 8}),
-    *decoder("gemma2", {**GROUPED, "head_dim": 8, "sliding_window": 4}, **ALONE),
-    *decoder("gemma3_text", {**GROUPED, "head_dim": 8, "sliding_window": 4}),
-    *decoder("phi", GROUPED),
-    *decoder("phi3", GROUPED),
-    *decoder("gpt2", SMALL, note=LOGS),
-    *decoder("gpt_neox", TINY),
-    *decoder("gptj", {**SMALL, "rotary_dim": 4}, **ALONE),
-    *decoder("falcon", GROUPED),
-    *decoder("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}, **ALONE),
-    *decoder("opt", {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32}),
-    *decoder("olmo2", GROUPED),
-    *decoder("cohere", GROUPED),
-    *decoder("stablelm", GROUPED),
-    *decoder("starcoder2", GROUPED),
-    *decoder("granite", GROUPED),
-    *decoder("glm", {**GROUPED, "head_dim": 8}),
-    *decoder("smollm3", GROUPED),
-    *decoder("mixtral", {**GROUPED, "num_local_experts": 4}),
-    *decoder("qwen3_moe", {**GROUPED, **EXPERTS, "head_dim": 8}),
-    *decoder("olmoe", {**GROUPED, **EXPERTS}),
+    *decoder("llama", "GROUPED"),
+    *decoder("qwen2", "GROUPED"),
+    *decoder("qwen3", "GROUPED head_dim=8"),
+    *decoder("mistral", "GROUPED head_dim=8"),
+    *decoder("gemma", "GROUPED head_dim=8"),
+    *decoder("gemma2", "GROUPED head_dim=8 sliding_window=4", **ALONE),
+    *decoder("gemma3_text", "GROUPED head_dim=8 sliding_window=4"),
+    *decoder("phi", "GROUPED"),
+    *decoder("phi3", "GROUPED"),
+    *decoder("gpt2", "SMALL", note=LOGS),
+    *decoder("gpt_neox", "TINY"),
+    *decoder("gptj", "SMALL rotary_dim=4", **ALONE),
+    *decoder("falcon", "GROUPED"),
+    *decoder("bloom", "vocab_size=64 hidden_size=32 n_layer=2 n_head=4", **ALONE),
+    *decoder("opt", "TINY ffn_dim=48 word_embed_proj_dim=32"),
+    *decoder("olmo2", "GROUPED"),
+    *decoder("cohere", "GROUPED"),
+    *decoder("stablelm", "GROUPED"),
+    *decoder("starcoder2", "GROUPED"),
+    *decoder("granite", "GROUPED"),
+    *decoder("glm", "GROUPED head_dim=8"),
+    *decoder("smollm3", "GROUPED"),
+    *decoder("mixtral", "GROUPED num_local_experts=4"),
+    *decoder("qwen3_moe", "GROUPED EXPERTS head_dim=8"),
+    *decoder("olmoe", "GROUPED EXPERTS"),
     *decoder(
         "deepseek_v3",
-        {
-            **TINY,
-            **EXPERTS,
-            **LATENT,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        "TINY EXPERTS LATENT num_key_value_heads=4 n_routed_experts=4 n_group=2 topk_group=1 "
+        "first_k_dense_replace=1",
     ),
-    *decoder("mamba", STATES, rounding={"eager": SCAN}, **ALONE),
+    *decoder("mamba", "STATES", rounding={"eager": SCAN}, **ALONE),
     *decoder(
         "mamba2",
-        {**STATES, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
+        "STATES num_heads=4 head_dim=16 n_groups=2 chunk_size=4",
         **ALONE,
     ),
     *decoder(
         "rwkv",
-        {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32},
+        "vocab_size=64 hidden_size=32 num_hidden_layers=2 attention_hidden_size=32",
         note="in eval, it divides weights in place: such a call runs in eager mode",
         **ALONE,
     ),
     *decoder(
         "jamba",
-        {
-            **GROUPED,
-            "num_experts": 2,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
-        },
+        "GROUPED num_experts=2 attn_layer_period=2 attn_layer_offset=1 expert_layer_period=2 "
+        "expert_layer_offset=1 mamba_d_state=8 mamba_dt_rank=4 use_mamba_kernels=False",
         rounding={"eager": SCAN, "sdpa": SCAN},
     ),
     *decoder(
         "recurrent_gemma",
-        {**GROUPED, "lru_width": 32, "attention_window_size": 8, "head_dim": 8, "use_cache": False},
+        "GROUPED lru_width=32 attention_window_size=8 head_dim=8 use_cache=False",
         **ALONE,
     ),
 ]
 
 # --- encoders
-
-DROPPED = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 
 def _masked() -> Call:
@@ -138,59 +108,38 @@ def _classified() -> Call:
     return {"input_ids": ids(), "labels": torch.tensor([0, 1])}
 
 
-def encoder(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
+def encoder(kind: str, config: str, **of_entry: Any) -> list[Entry]:
     return of_transformers(
-        Family.ENCODERS, "AutoModelForMaskedLM", kind, {**TINY, **config}, _masked, **of_entry
+        Family.ENCODERS, "AutoModelForMaskedLM", kind, f"TINY {config}", _masked, **of_entry
     )
 
 
-def classifier(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
+def classifier(kind: str, config: str, **of_entry: Any) -> list[Entry]:
     head = "AutoModelForSequenceClassification"
-    return of_transformers(Family.ENCODERS, head, kind, {**TINY, **config}, _classified, **of_entry)
+    return of_transformers(Family.ENCODERS, head, kind, f"TINY {config}", _classified, **of_entry)
 
 
 ENCODERS: list[Entry] = [
-    *encoder("bert", DROPPED),
-    *encoder("roberta", DROPPED),
+    *encoder("bert", "DROPPED"),
+    *encoder("roberta", "DROPPED"),
     *encoder(
         "deberta",
-        {"pos_att_type": ["c2p", "p2c"], "relative_attention": True},
+        "pos_att_type=['c2p','p2c'] relative_attention=True",
         note="its attention calls `item()`, and functions of torch.jit",
         rounding={"eager": TURNS},
         **ALONE,
     ),
-    *encoder("deberta-v2", {"pos_att_type": ["c2p", "p2c"], "relative_attention": True}, **ALONE),
-    *encoder("modernbert", {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}),
-    *encoder("electra", {"embedding_size": 16}),
-    *encoder("albert", {"embedding_size": 16}),
-    *encoder(
-        "distilbert", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "dropout": 0.1}
-    ),
-    *encoder("mpnet", {}, **ALONE),
-    *encoder("xlm-roberta", {}),
-    *classifier("ernie", {}),
+    *encoder("deberta-v2", "pos_att_type=['c2p','p2c'] relative_attention=True", **ALONE),
+    *encoder("modernbert", "cls_token_id=1 sep_token_id=2 local_attention=4"),
+    *encoder("electra", "embedding_size=16"),
+    *encoder("albert", "embedding_size=16"),
+    *encoder("distilbert", "dim=32 n_layers=2 n_heads=4 hidden_dim=48 dropout=0.1"),
+    *encoder("mpnet", "", **ALONE),
+    *encoder("xlm-roberta", ""),
+    *classifier("ernie", ""),
 ]
 
 # --- encoders with decoders
-
-TOKENS = ("vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
-BART = {
-    **BOTH_SIDES,
-    **{name: TINY[name] for name in TOKENS},
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-}
-T5 = {
-    "vocab_size": 64,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
-}
 
 
 def _texts() -> Call:
@@ -201,7 +150,7 @@ def _sound() -> Call:
     return {"input_features": floats(BATCH, 8, 32), "labels": ids(BATCH, 6, seed=3)}
 
 
-def texts(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
+def texts(kind: str, config: str, **of_entry: Any) -> list[Entry]:
     head = "AutoModelForSeq2SeqLM"
     return of_transformers(Family.SEQ2SEQ, head, kind, config, _texts, **of_entry)
 
@@ -219,24 +168,17 @@ MASKED = "attention takes another kernel where transformers knows that it is cap
 DROPS = "a random number decides whether a layer is left out"
 
 SEQ2SEQ: list[Entry] = [
-    *texts("t5", T5, **ALONE),
-    *texts("mt5", T5, **ALONE),
-    *texts("bart", BART),
-    *texts("mbart", BART),
-    *texts("marian", BART),
-    *texts("pegasus", BART),
-    *texts("m2m_100", BART, note=DROPS, draws=MASKED, rounding={"eager": TURNS, "sdpa": TURNS}),
+    *texts("t5", "T5", **ALONE),
+    *texts("mt5", "T5", **ALONE),
+    *texts("bart", "BART"),
+    *texts("mbart", "BART"),
+    *texts("marian", "BART"),
+    *texts("pegasus", "BART"),
+    *texts("m2m_100", "BART", note=DROPS, draws=MASKED, rounding={"eager": TURNS, "sdpa": TURNS}),
     *texts(
         "switch_transformers",
-        {
-            **T5,
-            "num_layers": 1,
-            "num_decoder_layers": 1,
-            "num_experts": 2,
-            "expert_capacity": 8,
-            "num_sparse_encoder_layers": 1,
-            "num_sparse_decoder_layers": 1,
-        },
+        "T5 num_layers=1 num_decoder_layers=1 num_experts=2 expert_capacity=8 "
+        "num_sparse_encoder_layers=1 num_sparse_decoder_layers=1",
         note="the chosen experts are called in a loop over data",
         rounding={"eager": ROUTED},
         **ALONE,
@@ -245,7 +187,7 @@ SEQ2SEQ: list[Entry] = [
         Family.SEQ2SEQ,
         "AutoModelForSpeechSeq2Seq",
         "whisper",
-        {**BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+        "BART num_mel_bins=8 max_source_positions=16 max_target_positions=16",
         _sound,
     ),
 ]
