@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.runtime.checkpoint.files import Reader
+from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
@@ -98,6 +100,29 @@ def moved_bytes(model: nn.Module) -> list[int]:
     disk = machine(model).disk
     assert disk is not None
     return [disk.moved_bytes(way) for way in Way]
+
+
+@contextmanager
+def begun_in_a_fork(model: nn.Module, begin: Callable[[], None]) -> Iterator[None]:
+    """A context for one fork. `begin` runs once the fork has waited for all work in flight, as code
+    of other threads may, and updates on the host that it starts go on when the context ends."""
+    ended = threading.Event()
+
+    def hold() -> None:
+        ended.wait()
+
+    class Other:
+        def before_fork(self) -> None:
+            machine(model).host_updates._host.submit(hold)
+            begin()
+
+    other = Other()
+    at_fork(other, last=True)
+    try:
+        yield
+    finally:
+        ended.set()
+        del other
 
 
 def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -186,6 +186,12 @@ class Pending(Completion):
         """Wait for the work in flight before a fork: in the child it would stay half done."""
         self.is_torn()
 
+    def after_fork(self, *, in_child: bool) -> None:
+        """Drop, in the child, work that another thread has started meanwhile: it would never end
+        there, and a use of the bucket, or another fork, would wait for it."""
+        if in_child and self.in_flight is not None:
+            self._ended(self.in_flight)
+
     def wait(self) -> None:
         """Wait for the work in flight on this bucket. Raises OptimizerError: it failed, or an
         earlier update failed and its values were not loaded since."""

@@ -21,7 +21,7 @@ import torch
 
 from megacompile import log
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.background import Background, at_fork
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.twin import update_bucket
@@ -224,6 +224,7 @@ class Workers:
         self._host = Background("megacompile-update", cores)
         self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
+        at_fork(self)
 
     def start(
         self,
@@ -278,6 +279,12 @@ class Workers:
             return
         self._host_pace.begin()
         self._issues.submit(functools.partial(self._by_device, chunks, futures))
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Drop, in a child of a fork, jobs that other threads have queued meanwhile."""
+        if in_child:
+            self._waiting.clear()
+            self._helped.clear()
 
     def _by_host(self) -> None:
         while True:  # also runs jobs of an interrupted `submit`

@@ -254,6 +254,20 @@ def test_an_update_that_failed_says_so_in_both_processes() -> None:
 
 
 @forks
+def test_an_update_that_begins_during_a_fork_is_the_parents() -> None:
+    """The child has the values of before: it waited for good for those that nobody makes there."""
+    plain, streamed = twins(stack()[0])
+    mine, theirs = AdamW(plain.parameters(), 0.01), AdamW(streamed.parameters(), 0.01)
+    some_steps(plain, mine, 0)
+    some_steps(streamed, theirs, 0)
+    with inside.begun_in_a_fork(streamed, lambda: some_steps(streamed, theirs, 3, 1)):
+        found = in_child(lambda: values(streamed))
+    assert same(plain, found)
+    some_steps(plain, mine, 3, 1)
+    assert_same(plain, streamed)
+
+
+@forks
 @trains_in_a_child
 def test_a_child_trains_and_ends() -> None:
     """Then the parent does: each has a thread of its own for updates."""
