@@ -40,6 +40,7 @@ from megacompile.ir.capture import (
 from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta, Values, is_size, kind_of
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.shared_memory import memory_of
 
 Place = Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
 _NUMBERS = (int, float, bool)
@@ -127,8 +128,8 @@ class LastCall:
         self._alike = compat.tensor_guards(found)
         self._at = list(map(torch.Tensor.data_ptr, found))
         self._changed = [k in changed for k in tensors]
-        # the storages that the program changes: no other input may share them
-        self._homes = {t.untyped_storage().data_ptr() for t in compress(found, self._changed)}
+        # the memory that the program changes: no other input may overlap it
+        self._spans = list(map(memory_of, compress(found, self._changed)))
         self.is_usable = len(proxies) + len(tensors) + len(numbers) == len(args) and not any(
             t.requires_grad or compat.is_of_transform(t) for t in found
         )
@@ -145,12 +146,13 @@ class LastCall:
         tensors = self._tensors_of(args)
         if not self._alike(tensors):
             return False
-        if not self._homes:
+        if not self._spans:
             return True
-        # inputs changed in place must not have moved, and no moved input share their memory
+        # inputs changed in place must not have moved, and no moved input overlap their memory
         moved = map(ne, map(torch.Tensor.data_ptr, tensors), self._at)
         for tensor, is_changed in compress(zip(tensors, self._changed, strict=True), moved):
-            if is_changed or tensor.untyped_storage().data_ptr() in self._homes:
+            start, stop = memory_of(tensor)
+            if is_changed or any(start < end and begin < stop for begin, end in self._spans):
                 return False
         return True
 

@@ -65,6 +65,7 @@ def call(position: int | None = None, value: object = None) -> list[Any]:
         (call(1, torch.zeros(2, 3, requires_grad=True)), False),
         (call(1, nn.Parameter(torch.zeros(2, 3), requires_grad=False)), False),
         (call(1, MEMORY[2:].as_strided((2, 3), (3, 1))), False),
+        (call(1, torch.from_numpy(MEMORY.numpy()[2:]).view(2, 3)), False),  # a storage of its own
         (call(0, ELSEWHERE), False),
         (call(2, 4), False),
         (call(2, 3.0), False),
