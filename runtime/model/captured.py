@@ -192,8 +192,8 @@ class CapturedGraph:
         self._called[key] = None
         while len(self.programs) > self.most:
             old = next(iter(self._called))
-            del self._called[old]
             self.programs.pop(old, None)
+            del self._called[old]
             self.has_evicted = True
 
     def _program_with_symbols(
@@ -213,7 +213,7 @@ class CapturedGraph:
             if not program.executors and program.holds(values):
                 self._plan(program)
             if program.serves(values):
-                del self._called[key]
+                self._called.pop(key, None)  # it is not there if Ctrl-C came between these lines
                 self._called[key] = None
                 if not input_keys.covers(program, values):
                     program = self._with_room(program, values, key)

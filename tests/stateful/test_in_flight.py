@@ -13,6 +13,7 @@ import gc
 import io
 import itertools
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from megacompile.errors import OptimizerError
 from tests import inside
 from tests.draws import drawn
-from tests.interrupts import Places, traced
+from tests.interrupts import Places, profiled, traced
 from tests.processes import in_threads
 from tests.stateful.late import Late, late
 from tests.training import (
@@ -350,3 +351,28 @@ def test_what_two_interrupts_have_left_is_put_back() -> None:
     inside.streamed(model).buckets.proxies.swap_in([])
     assert_steps_same(plain, model, batch())
     assert not inside.has_proxies(model)
+
+
+def test_in_the_keys_of_programs() -> None:
+    """Where a program with symbols is noted as the last one called: later calls find it."""
+    torch.manual_seed(0)
+    plain, model = twins(nn.Linear(WIDTH, WIDTH))
+    for rows in (3, 4, 5):
+        model(torch.randn(rows, WIDTH))
+    nth = hashes = 0
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal hashes
+        del argument
+        if event == "call" and frame.f_code.co_name == "__hash__":
+            hashes += 1
+            if hashes == nth:
+                raise KeyboardInterrupt
+
+    while hashes == nth:
+        nth, hashes = nth + 1, 0
+        with contextlib.suppress(KeyboardInterrupt), profiled(look):
+            model(torch.randn(4, WIDTH))
+        x = torch.randn(5, WIDTH)
+        assert equal(model(x), plain(x)), nth
+    assert nth > 3
