@@ -72,7 +72,8 @@ def for_lightning() -> Any:
             metrics(_megacompiled(pl_module, "for_lightning"))
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-            if trainer.global_step % trainer.log_every_n_steps == 0:
+            every = trainer.log_every_n_steps  # 0: never
+            if every and trainer.global_step % every == 0:
                 pl_module.log_dict(_named(_megacompiled(pl_module, "for_lightning")))
 
     return LogMetrics()
