@@ -34,6 +34,7 @@ from megacompile.text import duration, format_bytes
 _STEPS = 6  # timed
 _WARM_UP = 3  # steps before them
 _PATIENCE_S = 120.0  # a case is not begun with less time left
+_TOO_LARGE = "it does not fit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,20 @@ def bench(args: argparse.Namespace) -> int:
     if not args.json:
         print(_machine(device), flush=True)
     for mode in args.modes or MODES:
+        result: dict[str, Any] = {}
         for name in args.models or [name for name in MODELS if name != "tiny"]:
             left_s = until_s - time.monotonic()
             if left_s < _PATIENCE_S and found:
                 print(f"{mode}: no time left (--minutes {args.minutes})", file=sys.stderr)
+                result = {}
                 break
             result = _in_process(mode, name, args, str(device), left_s)
-            if "fits" not in result:  # it ran, or failed otherwise
-                found.append(result)
-                if not args.json:
-                    print(_line(result), flush=True)
+            if result.get("error") != _TOO_LARGE:  # it ran, or failed otherwise
                 break
+        if result:
+            found.append(result)
+            if not args.json:
+                print(_line(result), flush=True)
     if args.json:
         print(json.dumps(found, indent=2))
     return 0 if any("error" not in result for result in found) else 1
@@ -104,7 +108,7 @@ def _machine(device: torch.device) -> str:
 def _in_process(
     mode: str, name: str, args: argparse.Namespace, device: str, left_s: float
 ) -> dict[str, Any]:
-    """The result of one case; "fits": False if the model is too large for it."""
+    """The result of one case; "error": `_TOO_LARGE` if the model does not fit."""
     case = {"mode": mode, "model": name, "tokens": f"{args.batch}x{args.seq}"}
     request = json.dumps([mode, name, args.batch, args.seq, device])
     command = [sys.executable, "-m", __name__, request]
@@ -112,6 +116,8 @@ def _in_process(
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, left_s))
     except subprocess.TimeoutExpired:
         return {**case, "error": f"it was not done after {left_s:.0f} s"}
+    if done.returncode == -9:  # as the system ends processes when memory runs out
+        return {**case, "error": _TOO_LARGE}
     lines = done.stdout.splitlines()
     try:
         return {**case, **json.loads(lines[-1])}
@@ -143,9 +149,13 @@ def main(request: str) -> None:
     try:
         result = _run(mode, MODELS[name], batch, seq, torch.device(device))
     except (DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError):
-        result = {"fits": False}
+        result = {"error": _TOO_LARGE}
     except MegacompileError as error:
         result = {"error": str(error).splitlines()[0]}
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # of the CPU's allocator
+            raise
+        result = {"error": _TOO_LARGE}
     print(json.dumps(result))
 
 
@@ -224,13 +234,13 @@ def _build(shape: Shape, device: str) -> nn.Module:
         use_cache=False,
     )
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if device != "meta":
-        model = model.to_empty(device=device)
-        backbone: Any = model.model
-        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(device)
+        model.to_empty(device=device).tie_weights()  # each of two tied ones was made
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
         _write(model)
-    return model.train()
+    made: nn.Module = model.train()
+    return made
 
 
 @torch.no_grad()

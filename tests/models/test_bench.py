@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from megacompile.cli import main
+from tests.processes import python
 
 TINY = ("bench", "--device", "cpu", "--models", "tiny", "--batch", "2", "--seq", "16")
+WIDTH, INNER, HEAD, CLASSES = 128, 256, 64, 512
+LAYER = (2 * WIDTH + 1) * WIDTH + (2 * WIDTH + 2) * HEAD + 3 * WIDTH * INNER + 2 * WIDTH
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +24,8 @@ def check(result: dict[str, Any], mode: str) -> None:
     assert (result["mode"], result["model"], result["tokens"]) == (mode, "tiny", "2x16")
     assert result["step_s"] > 0 and result["first_s"] > 0
     assert result["tokens_s"] == pytest.approx(32 / result["step_s"])
+    parameters = result["tflop_s"] * 1e12 / 6 / result["tokens_s"]
+    assert parameters == pytest.approx(2 * LAYER + WIDTH + CLASSES * WIDTH), "the head is tied"
     assert 5 < result["loss"] < 7  # of 512 classes, from random weights
 
 
@@ -31,6 +36,19 @@ def test_json_has_a_result_for_each_mode(capsys: pytest.CaptureFixture[str]) -> 
     check(plain, "plain")
     assert ours["peak_bytes"]["host"] > 0 and plain["predicted_s"] is None
     assert ours["loss"] == pytest.approx(plain["loss"], abs=0.02)  # bf16
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+from megacompile.cli import main
+print(main(["bench", "--device", "cpu", "--models", "7.6B", "--modes", "plain", "--batch", "1"]))
+"""
+
+
+def test_a_mode_that_no_model_fits_has_a_line() -> None:
+    _, line, code = python("-c", LIMITED).stdout.splitlines()
+    assert (line, code) == ("7.6B, plain, 1x1024: it does not fit", "1")
 
 
 @pytest.mark.thorough
