@@ -100,7 +100,8 @@ def adopt(
             if given is None:
                 view.clear()
             else:
-                view.store(_part_of(given, param).float())
+                is_8_bit = isinstance(mine, BlockwiseTensor)
+                view.store(mine if is_8_bit else _part_of(given, param).float())
             state[name] = compat.like(param, view)
             continue
         if given is not None and buffer.numel() and mine.data_ptr() == buffer.data_ptr():
@@ -236,8 +237,8 @@ def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def move_states(old: HostBucket, new: HostBucket) -> None:
-    """Move the states of a bucket to another bucket with the same parameters. 8-bit states are
-    quantized again, to the same codes (see `optim.blockwise`)."""
+    """Move the states of a bucket to another bucket with the same parameters. 8-bit states keep
+    their codes: nothing is quantized."""
     for owner in old.states.owners():
         assert isinstance(owner, Optimizer)
         named = old.states.of(owner)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -28,7 +29,7 @@ from megacompile.errors import (
 )
 from tests import inside
 from tests.device_bytes import device_bytes
-from tests.interrupts import traced
+from tests.interrupts import is_ours, profiled, traced
 from tests.stateful.late import AtCall, late
 from tests.zoo import Stack, assert_same, batch, equal, stack, step, twins
 
@@ -172,6 +173,27 @@ def test_a_backward_that_failed_within_another_one_waits_for_nothing() -> None:
     del loss
     with torch.inference_mode(), released(model):
         assert not inside.residents(model)
+
+
+def test_states_in_8_bits_are_moved_as_they_are() -> None:
+    """To quantize them again takes seconds for a billion values, and more memory than they have."""
+    model = compiled(nn.Linear(64, 64), resident="all", state_dtype="int8")
+    optimizer = AdamW(model.parameters())
+    x = torch.randn(3, 64)
+    model(x).sum().backward()
+    optimizer.step()
+    before = {k: v.clone() for k, v in optimizer.state[model.weight].items()}
+    called: set[str] = set()
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "call" and is_ours(frame):
+            called.add(frame.f_code.co_name)
+
+    with profiled(look), released(model):
+        assert not inside.residents(model)
+    assert "move_states" in called and not called & {"quantize", "dequantize"}
+    assert all(equal(optimizer.state[model.weight][k].clone(), v) for k, v in before.items())
 
 
 @pytest.mark.parametrize("fails", [False, True])
