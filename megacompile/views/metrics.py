@@ -24,6 +24,7 @@ _LAST = 20  # steps that the figures are means of
 _EVERY = 50  # steps from one traced step to the next
 _FIRST = 2  # steps before the first traced one
 _TRACED = 3  # steps in a trace; the time of a step needs two
+_CALLS = 200  # since the last step; a trace ends after more: an evaluation, or the training is over
 _SHOWN = 0.02  # of a step: the least share in the text
 
 
@@ -112,6 +113,7 @@ class Meter:
         self._trace, self._code, self._held = trace, code, held
         self._calls: dict[int, StepCount] = {}  # since the last step, by the module's id
         self._others = 0  # calls without gradients since then
+        self._since = 0  # all calls since then
         self._last_s, self._last_code = 0.0, 0
         self._count = 0  # steps
         self._running: Trace | None = None
@@ -120,6 +122,10 @@ class Meter:
 
     def call(self, module: nn.Module, values: Iterable[Any]) -> None:
         """Count a call of the model, or of a module in it, with these inputs."""
+        self._since += 1
+        if self._since > _CALLS and self._running is not None:
+            self._running.__exit__()
+            self._running = None
         if not torch.is_grad_enabled():
             self._others += 1
             return
@@ -145,7 +151,8 @@ class Meter:
             most = max(self._calls.values())  # a module's, not those of the modules in it too
             time_s = now_s - self._last_s
             self._steps.append(most._replace(time_s=time_s, others=self._others))
-        self._last_s, self._last_code, self._others = now_s, code, 0
+        self._last_s, self._last_code = now_s, code
+        self._others = self._since = 0
         self._calls.clear()
         for tier, size_bytes in self._held().items():
             self._peaks[tier] = max(self._peaks.get(tier, 0), size_bytes)

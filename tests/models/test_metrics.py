@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import megacompile as mc
 from megacompile.errors import ModelError
+from tests import inside
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 8, 16, 32
 
@@ -129,6 +130,19 @@ def test_waits_come_from_traced_steps_and_no_trace_of_the_user_is_replaced() -> 
     assert sum(waits.values()) <= 1 + 1e-6
     assert mc.explain(model, changes=False).traced_step_s is not None
     assert len([run for run in traced.measured.runs if run.graph == "backward"]) == 9
+
+
+def test_no_trace_goes_on_through_an_evaluation() -> None:
+    """It would keep the times of each op of it, and slow down each call behind the last step."""
+    model, optimizer = made()
+    mc.metrics(model)
+    train(model, [optimizer], 4)
+    assert inside.machine(model).tracer is not None
+    for _ in range(201):
+        evaluate(model)
+    assert inside.machine(model).tracer is None
+    train(model, [optimizer], 9)
+    assert not mc.metrics(model).waits
 
 
 def test_memory_is_what_is_held_and_its_peak(tmp_path: Path) -> None:
