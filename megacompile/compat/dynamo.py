@@ -64,14 +64,16 @@ uncompiled: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_torchdyn
 compile_lock: AbstractContextManager[object] = convert_frame.compile_lock
 
 
-_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+_HIDDEN: ContextVar[bool] = ContextVar("_HIDDEN", default=False)
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _HIDDEN.get())
 
 
 def hide_fake_errors(undos: list[Callable[[], object]]) -> None:
-    """Leave out pages of torch's log about an operator that refuses its inputs during a capture.
-    The code runs eagerly then, and raises the plain error. `undos` shows them again."""
-    undos.append(functools.partial(setattr, _FAKES, "disabled", _FAKES.disabled))
-    _FAKES.disabled = True
+    """Leave out pages of torch's log, in this thread, about an operator that refuses its inputs
+    during a capture. The code runs eagerly then, and raises the plain error. `undos` shows them
+    again."""
+    undos.append(functools.partial(_HIDDEN.set, _HIDDEN.get()))
+    _HIDDEN.set(True)
 
 
 def dynamo_options() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import re
 import sys
 import tomllib
@@ -17,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from unittest import mock
 
@@ -318,6 +319,36 @@ def test_a_vmap_that_fails_is_left() -> None:
         compat.VMAP_BEGIN(2, "error")
         raise ZeroDivisionError
     assert torch._C._functorch.maybe_current_level() == before
+
+
+def test_pages_are_hidden_in_a_thread_until_its_call_ends() -> None:
+    """Calls of two threads may end in the order in which they began."""
+    name = "torch._subclasses.fake_tensor"
+    assert name == fake_tensor.log.name
+    calls: list[list[Callable[[], object]]] = [[], []]
+    compat.hide_fake_errors(calls[0])
+    began, may_end = Event(), Event()
+
+    def other() -> None:
+        compat.hide_fake_errors(calls[1])
+        began.set()
+        may_end.wait()
+        calls[1][0]()
+
+    thread = Thread(target=other)
+    thread.start()
+    began.wait()
+    page = logging.LogRecord(name, logging.ERROR, "", 0, "a page", (), None)
+    assert not shows(page)
+    calls[0][0]()
+    assert shows(page)
+    may_end.set()
+    thread.join()
+    assert shows(page)
+
+
+def shows(record: logging.LogRecord) -> bool:
+    return not fake_tensor.log.disabled and bool(fake_tensor.log.filter(record))
 
 
 def test_dynamo_compiles_under_the_lock() -> None:
