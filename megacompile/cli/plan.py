@@ -98,6 +98,8 @@ def _hardware(args: argparse.Namespace) -> Hardware:
         raise OptionError("--interconnect, --hosts: needed --gpus 2 or more, which share the model")
     if args.network and args.hosts == 1:
         raise OptionError("--network: needed --hosts 2 or more")
+    if args.host_memory == 0:
+        raise OptionError("--host-memory: got 0; needed a positive size, such as 64GiB")
     found = known(args.gpu)
     if found.unified:
         return _unified(args, found)

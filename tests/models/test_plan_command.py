@@ -177,13 +177,15 @@ def test_ranks_choose_no_tiles(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tiles(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--batch", "4", "--seq", "64", "--gpu-memory", "150KiB", "--tiles", "2")
     out = printed(capsys, TOWER, *argv)
-    assert "in 2 tiles" in out and "4 x 64 tokens a step" in out
+    assert "kept, 2 tiles" in out and "4 x 64 tokens a step" in out
 
 
 def test_a_machine_with_one_memory_copies_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     one = (WORDS, "--batch", "2", "--seq", "16", "--gpu", "gb10")
-    plan = answer(capsys, *one)["plan"]
+    plan = answer(capsys, *one, "--changes")["plan"]
     assert (plan["host"]["needed_bytes"], plan["hardware"]) == (0, "NVIDIA GB10")
+    changes = {change["name"] for change in plan["changes"]}
+    assert "twice the device memory" in changes and "twice the host memory" not in changes
     assert {s["stream"]: s["predicted_s"] for s in plan["streams"]}["h2d"] == 0
     small = answer(capsys, *one, "--host-memory", "1MiB", code=1)
     assert small["why_not"][0].startswith("memory: ") and not small["tried"]
@@ -255,6 +257,7 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
         (["UNKNOWN"], "'qwen33'; nearest: qwen3, "),
         (["FOLDER"], "no such file"),
         ([TOWER, "--gpu=gb10", "--link=9", "--gpus=2"], "--gpus, --link: NVIDIA GB10 has one"),
+        ([TOWER, "--gpu=gb10", "--host-memory=0GiB"], "--host-memory: got 0; needed a positive"),
         ([TOWER, "--link=nan"], "needed a positive number"),
         ([TOWER, "--link=25GB"], "--link: invalid float value: '25GB'"),
         ([TOWER, "--page-locked=1.5"], "--page-locked: 1.5: "),
