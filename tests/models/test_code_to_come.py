@@ -52,7 +52,8 @@ def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pool]:
     fifo, script = tmp_path / "answers", tmp_path / "python"
     os.mkfifo(fifo)
     reads = "exec 3<&0\ncat <&3 > /dev/null &\n"  # whatever it is asked for
-    script.write_text(f"#!/bin/sh\n{reads}echo ready\nexec cat {fifo}\n")
+    answers = f"[ -p /dev/stdout ] && exec cat {fifo}\nwait\n"  # not the one for updates
+    script.write_text(f"#!/bin/sh\n{reads}echo ready\n{answers}")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     monkeypatch.setenv("MEGACOMPILE_COMPILE_PROCESSES", "1")
