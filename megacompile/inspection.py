@@ -81,7 +81,12 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
     return made
 
 
-def _trace(models: Sequence[nn.Module], hardware: Hardware | None = None) -> Trace:
+def _trace(
+    models: Sequence[nn.Module],
+    hardware: Hardware | None = None,
+    *,
+    patience_s: float | None = None,
+) -> Trace:
     names: dict[str, int] = {}
     traced = []
     for model in dict.fromkeys(models):
@@ -92,7 +97,7 @@ def _trace(models: Sequence[nn.Module], hardware: Hardware | None = None) -> Tra
             name += f" {names[name]}"
         cost = streamed.buckets.setting.cost()
         traced.append(Traced(name, streamed.machine, cost))
-    return Trace(traced, hardware)
+    return Trace(traced, hardware, patience_s)
 
 
 def metrics(model: nn.Module) -> Metrics:
@@ -161,7 +166,7 @@ def _meter(model: nn.Module, streamed: StreamedModel) -> Meter:
 
     def traced() -> Trace | None:
         alive = model_ref()
-        return None if alive is None or captured(machine.replays) else _trace([alive])
+        return None if alive is None or captured(machine.replays) else _trace([alive], patience_s=0)
 
     def held() -> dict[str, int]:
         found = {"host": machine.host_budget.held_bytes}

@@ -123,9 +123,8 @@ class Meter:
     def call(self, module: nn.Module, values: Iterable[Any]) -> None:
         """Count a call of the model, or of a module in it, with these inputs."""
         self._since += 1
-        if self._since > _CALLS and self._running is not None:
-            self._running.__exit__()
-            self._running = None
+        if self._since > _CALLS:
+            self._stop()
         if not torch.is_grad_enabled():
             self._others += 1
             return
@@ -169,14 +168,22 @@ class Meter:
     def _sample(self, at: int) -> None:
         """Begin or end a trace before a step, the `at`-th of its `_EVERY`."""
         if at == _FIRST:
+            self._stop()  # Ctrl-C came in this step, and it is made again
             self._running = self._trace()
             if self._running is not None:
                 self._running.__enter__()
-        elif at == _FIRST + _TRACED and self._running is not None:
-            self._running.__exit__()
-            self._ended, self._running = self._running, None
+        elif at == _FIRST + _TRACED:
+            self._ended = self._stop()
         elif at == _FIRST + _TRACED + 2:
             self._done, self._ended = self._ended or self._done, None
+
+    def _stop(self) -> Trace | None:
+        """End the running trace, if there is one, and return it."""
+        running = self._running
+        if running is not None:
+            running.__exit__()
+        self._running = None
+        return running
 
     def waits(self) -> dict[str, float]:
         """The share of each stream in the critical path of the last traced steps."""

@@ -190,8 +190,14 @@ class Trace:
     issued in the block, including updates on the host. Ops that failed are left out.
     """
 
-    def __init__(self, models: Sequence[Traced], hardware: Hardware | None) -> None:
+    def __init__(
+        self,
+        models: Sequence[Traced],
+        hardware: Hardware | None,
+        patience_s: float | None = None,  # for work in threads; it never begins after a Ctrl-C
+    ) -> None:
         self._models = models
+        self._patience_s = patience_s
         self._hardware = hardware
         self._measured: Timeline | None = None
         self._predicted: Timeline | None = None
@@ -202,6 +208,7 @@ class Trace:
     def __enter__(self) -> Self:
         if self._start_s is not None:
             raise TraceError("trace(): this trace was already used; make a new one for each block")
+        self._start_s = time.perf_counter()
         with _TURN:
             for model in self._models:
                 machine = model.machine
@@ -209,13 +216,13 @@ class Trace:
                 model.tracer = machine.tracer
                 model.tracer.users += 1
                 model.first = len(model.tracer.marks)
-        self._start_s = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
         with _TURN:
             for model in self._models:
-                assert model.tracer is not None
+                if model.tracer is None or model.last is not None:
+                    continue  # Ctrl-C came in `__enter__`, or in an earlier `__exit__`
                 model.last = len(model.tracer.marks)
                 model.tracer.users -= 1
                 if not model.tracer.users:
@@ -242,7 +249,7 @@ class Trace:
         for mark in () if tracer is None else tracer.marks[model.first : model.last]:
             assert tracer is not None and self._start_s is not None
             if mark.done is not None:
-                mark.done.wait()
+                mark.done.wait(self._patience_s)
             if mark.stop is None:
                 continue  # failed or never issued
             if mark.run not in places:

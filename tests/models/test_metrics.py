@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import megacompile as mc
 from megacompile.errors import ModelError
 from tests import inside
+from tests.interrupts import Places, traced
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 8, 16, 32
 
@@ -130,6 +132,27 @@ def test_waits_come_from_traced_steps_and_no_trace_of_the_user_is_replaced() -> 
     assert sum(waits.values()) <= 1 + 1e-6
     assert mc.explain(model, changes=False).traced_step_s is not None
     assert len([run for run in traced.measured.runs if run.graph == "backward"]) == 9
+
+
+def test_an_interrupt_leaves_no_trace_behind() -> None:
+    """Wherever it comes in the step that begins one, later steps go on, and see their waits."""
+    model, optimizer = made()
+    train(model, [optimizer], 1)
+    stopped = set[str]()
+    for at in range(1, 90):  # most are in `Tracer`, for each op
+        inside.machine(model).meter = None
+        mc.metrics(model)
+        train(model, [optimizer], 2)
+        places = Places(at, "recorder")
+        with contextlib.suppress(KeyboardInterrupt), traced(places):
+            train(model, [optimizer], 1)
+        if "Tracer.run" in places.stopped:
+            break  # the update has begun, and is torn
+        train(model, [optimizer], 7)
+        assert inside.machine(model).tracer is None, places.stopped
+        assert mc.metrics(model).waits, places.stopped
+        stopped.add(places.stopped)
+    assert any("__enter__" in place for place in stopped)
 
 
 def test_no_trace_goes_on_through_an_evaluation() -> None:
