@@ -258,7 +258,7 @@ def test_every_harmful_mutant_is_reported_and_nothing_else() -> None:
     assert counts.missed == [] and counts.false_alarms == 0, str(counts)
     assert counts.of(Harm.WRONG, reported=True) > 50
     assert counts.of(Harm.NONE, reported=False) > 30, "it does not report everything"
-    assert len({name for name, _ in counts.edits}) > 25, "of every kind"
+    assert len({name for name, _ in counts.edits}) > 24, "of every kind"
     # Without one kind of check, some would be missed: the mutants need what `verify` proves.
     for blind in (
         {HazardKind.RACE, HazardKind.HANDED_ON},
