@@ -338,6 +338,11 @@ class Side:
         self.optimizers[0].zero_grad()
         self.other.grad = None
 
+    @property
+    def wrapped(self) -> bool:
+        """Does an optimizer wrap another?"""
+        return isinstance(self.optimizers[0], (Lookahead, ScheduleFree))
+
     def step(self, which: int) -> None:
         self.optimizers[which % len(self.optimizers)].step()
 

@@ -356,10 +356,11 @@ class Training(Both):
         if bad in known and not stock:
             self.refused(known[bad], number, "step", 0)
 
-    @precondition(lambda self: not self.plain.hooks)
+    @precondition(lambda self: not self.plain.hooks and not self.plain.wrapped)
     @rule(nth=st.integers(1, 4))
     def unprepared_step(self, nth: int) -> None:
-        """A part of it cannot be prepared, as when the compiler of its code fails."""
+        """A part of it cannot be prepared, as when the compiler of its code fails. An optimizer
+        that wraps another has changed the parameters by then."""
         before = self.ours.shape()
         fails = AtCall("prepare", nth, loops.Planted())
         try:
