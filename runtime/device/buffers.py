@@ -96,7 +96,8 @@ class HostBuffer(mmap.mmap):
         if self._address:
             PAGE_LOCKS.unlock(self._address)
         if not self.private and self._process == os.getpid() and hasattr(mmap, "MADV_REMOVE"):
-            self.madvise(mmap.MADV_REMOVE)  # otherwise forked children would keep the memory
+            with contextlib.suppress(OSError):  # not every system can
+                self.madvise(mmap.MADV_REMOVE)  # otherwise forked children would keep the memory
 
     def tensor(self, param: Param) -> torch.Tensor:
         """A tensor with the shape of `param` at its offset, with its own storage."""
