@@ -131,22 +131,21 @@ def metrics(model: nn.Module) -> Metrics:
                 print(megacompile.metrics(model))
     """
     streamed = streamed_model(model, "metrics")
-    machine, setting = streamed.machine, streamed.buckets.setting
+    machine = streamed.machine
     if machine.meter is None:
         machine.meter = _meter(model, streamed)
     meter, steps = machine.meter, machine.meter.steps()
     total_s = sum(step.time_s for step in steps) or None
     tokens, samples = sum(step.tokens for step in steps), sum(step.samples for step in steps)
     tokens_s = tokens / total_s if total_s and tokens else None
-    tflop_s = predicted_s = rates = None
+    tflop_s = predicted_s = now = None
     if made := [each for each in _newest(streamed)[1] if each.backward is not None]:
-        on_gpu = machine.device.type == "cuda"
-        rates = setting.rates() if on_gpu else cached(machine.device)
+        now = _scenario_of(streamed, made, meter)
         if tokens_s is not None:
             calls = sum(step.calls for step in steps)
             tflop_s = _flops_per_token(model, made, tokens // calls) * tokens_s / 1e12
-        if rates is not None and all(step.calls == 1 for step in steps):
-            predicted_s = _scenario(streamed, made, rates).step_s
+        if now is not None and all(step.calls == 1 for step in steps):
+            predicted_s = now.step_s
     return Metrics(
         steps=len(steps),
         step_s=total_s / len(steps) if total_s else None,
@@ -154,7 +153,7 @@ def metrics(model: nn.Module) -> Metrics:
         tokens_s=tokens_s,
         samples_s=samples / total_s if total_s and samples else None,
         tflop_s=tflop_s,
-        mfu=tflop_s / rates.matmul_tflop_s if tflop_s and rates else None,
+        mfu=tflop_s / now.hardware.matmul_tflop_s if tflop_s and now else None,
         waits=meter.waits(),
         memory=meter.memory(machine.device),
     )
@@ -173,6 +172,19 @@ def _meter(model: nn.Module, streamed: StreamedModel) -> Meter:
         return found if machine.disk is None else {**found, "disk": machine.disk.used_bytes}
 
     return Meter(type(model).__name__, traced, lambda: machine.code.found + machine.code.made, held)
+
+
+def _scenario_of(
+    streamed: StreamedModel, made: Sequence[Schedule], meter: Meter
+) -> Scenario | None:
+    """A step of these schedules on this machine, read and simulated once; None without rates."""
+    kept: Scenario | None = meter.scenario
+    if kept is None or list(map(id, kept.schedules)) != list(map(id, made)):
+        on_gpu = streamed.machine.device.type == "cuda"
+        setting = streamed.buckets.setting
+        rates = setting.rates() if on_gpu else cached(streamed.machine.device)
+        kept = meter.scenario = None if rates is None else _scenario(streamed, made, rates)
+    return kept
 
 
 def _flops_per_token(model: nn.Module, made: Sequence[Schedule], tokens: int) -> float:

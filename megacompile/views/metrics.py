@@ -44,9 +44,7 @@ class Metrics:
     predicted_s: float | None  # the plan's, for steps of one call
     tokens_s: float | None  # of the largest (batch, length) integers among the inputs, with padding
     samples_s: float | None  # of the first dimension of the first input
-    tflop_s: (
-        float | None
-    )  # 4 * parameters + 2 * trained ones a token, without recomputation, / 1e12
+    tflop_s: float | None  # (4 * parameters + 2 * trained ones) a token / 1e12; no recomputation
     mfu: float | None  # model FLOPs utilization: of the measured rate of bf16 products
     waits: dict[str, float]  # share of each stream in the critical path of the last traced steps
     memory: dict[str, MemoryUse]  # "device" on CUDA, "host", and "disk" if there is one
@@ -107,6 +105,7 @@ class Meter:
         held: Callable[[], dict[str, int]],
     ) -> None:
         self.name = name
+        self.scenario: Any = None  # a `plan.scenario.Scenario` of the last figures
         self._steps: deque[StepCount] = deque(maxlen=_LAST)
         self._waits: dict[str, float] = {}
         self._peaks: dict[str, int] = {}

@@ -99,16 +99,16 @@ class DdpChecks:
         said = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0")  # by torchrun
         count = int(said[0]) if said[0].isdecimal() else 1
         around = self.checked is not None and self.checked() is not None
-        if self.mesh is None and not around and count > 1 and said[1] == "0":
-            if not _inside(self.model):
-                notices.warn_once(
-                    "alone",
-                    f"megacompile: each of {count} processes trains its own copy of {self.name}: "
-                    "nothing sums their gradients. Wrap it, DistributedDataParallel("
-                    "megacompile(model)), or let the processes share it, megacompile(model, "
-                    "mesh=...). If your loop sums gradients itself, ignore this (shown once)",
-                    of=self,
-                )
+        alone = self.mesh is None and not around and count > 1
+        if alone and said[1] == "0" and not _inside(self.model):
+            notices.warn_once(
+                "alone",
+                f"megacompile: each of {count} processes trains its own copy of {self.name}: "
+                "nothing sums their gradients. Wrap it, DistributedDataParallel("
+                "megacompile(model)), or let the processes share it, megacompile(model, "
+                "mesh=...). If your loop sums gradients itself, ignore this (shown once)",
+                of=self,
+            )
 
     def end(self) -> None:
         """Undo the changes to the model, which becomes a plain one again."""
