@@ -1,4 +1,4 @@
-"""Values of options as users write them: words, dtypes, memory sizes.
+"""Values of options as users write them (words, dtypes, memory sizes), and torchrun's numbers.
 
 Imports no torch: the command line reads these values before torch is imported.
 """
@@ -6,6 +6,7 @@ Imports no torch: the command line reads these values before torch is imported.
 from __future__ import annotations
 
 import enum
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -79,3 +80,9 @@ def parse_bytes(name: str, value: Any, total_bytes: int, *, words: str = "") -> 
     if type(value) is int and value >= 0:
         return value
     raise OptionError(f"megacompile(): got {name}={value!r}; needed {words}{_NEEDED}")
+
+
+def torchrun_count(name: str) -> int:
+    """The number that torchrun sets in an environment variable, such as "WORLD_SIZE"; 0 without."""
+    said = os.environ.get(name, "")
+    return int(said) if said.isdecimal() else 0

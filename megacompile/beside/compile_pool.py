@@ -38,6 +38,7 @@ from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes
 from megacompile.ir.tensors import Number, TensorMeta
+from megacompile.option_values import torchrun_count
 from megacompile.runtime.device.background import at_fork, fulfil
 
 VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"
@@ -280,8 +281,7 @@ def _count(device: torch.device) -> int:
         return int(value)
     if device.type != "cuda":
         return 0
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")  # ranks on this machine, set by torchrun
-    ranks = max(1, int(local)) if local.isdecimal() else 1
+    ranks = max(1, torchrun_count("LOCAL_WORLD_SIZE"))  # on this machine
     by_memory = available_bytes() // _SHARE // _PROCESS_BYTES
     count = min(_MOST, numa.usable_cores() // 2 // ranks, by_memory // ranks)
     return count if count > 1 else 0  # one worker is not faster than this process

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import compat, numa
 from megacompile.cost.hardware import DISK_RATES, Hardware
 from megacompile.cost.rates import DiskRates, cached, load_disk, measure_together
+from megacompile.option_values import torchrun_count
 
 _BYTES = 256 * 2**20  # size of a gather: about a layer of a 7 B model
 _SMALL = 64 * 2**10
@@ -36,8 +37,7 @@ AllGather = Callable[[Any], list[Any]]  # gathers one value per rank, in the mes
 
 def ranks_of_host(mesh: DeviceMesh) -> int:
     """Number of ranks on this host according to torchrun, or else all of the mesh."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(said) if said.isdigit() and int(said) else mesh.size()
+    return torchrun_count("LOCAL_WORLD_SIZE") or mesh.size()
 
 
 def host_of_rank() -> tuple[str, str]:

@@ -14,7 +14,6 @@ moves to another device gets a new node, and the hooks on the old one never run 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megacompile import compat, notices
 from megacompile.errors import ModelError
+from megacompile.option_values import torchrun_count
 from megacompile.options import Options
 from megacompile.runtime.device.ranks import Ranks, global_ranks
 from megacompile.runtime.model import loops
@@ -96,11 +96,10 @@ class DdpChecks:
 
     def warn_if_alone(self) -> None:
         """Warn if several processes train, and nothing sums the gradients of this model."""
-        said = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0")  # by torchrun
-        count = int(said[0]) if said[0].isdecimal() else 1
+        count, is_first = torchrun_count("WORLD_SIZE"), not torchrun_count("RANK")
         around = self.checked is not None and self.checked() is not None
         alone = self.mesh is None and not around and count > 1
-        if alone and said[1] == "0" and not _inside(self.model):
+        if alone and is_first and not _inside(self.model):
             notices.warn_once(
                 "alone",
                 f"megacompile: each of {count} processes trains its own copy of {self.name}: "
