@@ -63,6 +63,13 @@ def alive() -> list[int]:
     return [each.pid for each in processes()]
 
 
+def until_over() -> None:
+    """Wait for processes that end, or were killed: they are still there for a moment."""
+    until_s = time.monotonic() + 60
+    while processes() and time.monotonic() < until_s:
+        time.sleep(0.01)
+
+
 def ended() -> None:
     """Wait for the threads that wait for the processes of a pool."""
     for thread in threading.enumerate():
@@ -258,6 +265,7 @@ def beside(children: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
         yield children
     for each in processes():
         each.kill()
+    until_over()
 
 
 def trained(make: Callable[[nn.Module], Any], options: dict[str, Any]) -> tuple[Any, Any]:
@@ -307,9 +315,7 @@ def test_a_process_that_refuses_is_believed(beside: Run) -> None:
 
     with pytest.warns(UserWarning, match="compiler") as said:
         step()
-        until_s = time.monotonic() + 60
-        while processes() and time.monotonic() < until_s:
-            time.sleep(0.01)
+        until_over()
         step()
     assert sum("compiler here" in str(each.message) for each in said) == 1
     beside(FOREVER)
