@@ -211,7 +211,7 @@ def _make(
     replace_methods(model, shared=options.mesh is not None)
     machine = streamed.machine
     layouts = [bucket.layout for bucket in machine.buckets.values()]
-    log.buckets_placed(type(model).__name__, layouts, machine.host_budget.node)
+    log.buckets_placed(type(model).__name__, layouts)
     return model
 
 

@@ -1,8 +1,9 @@
-"""Host memory that this process can still allocate, and page locks."""
+"""Host memory that this process can still allocate, page locks, and cores."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -186,3 +187,10 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError:  # torch has cleared CUDA's error
         return torch.empty(shape, dtype=dtype)
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

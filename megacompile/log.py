@@ -114,12 +114,10 @@ def schedule_made(schedule: Schedule) -> None:
         logger("schedule").debug("%s", schedule.code())
 
 
-def buckets_placed(name: str, buckets: Sequence[Bucket], node: object = None) -> None:
-    """Log the host buckets of a model, and their NUMA node."""
+def buckets_placed(name: str, buckets: Sequence[Bucket]) -> None:
+    """Log the host buckets of a model."""
     total = format_bytes(sum(bucket.size_bytes for bucket in buckets))
     logger("memory").info("%s: %s in %d host buckets", name, total, len(buckets))
-    if node is not None:
-        logger("memory").info("%s: host memory near the GPU: NUMA node %s", name, node)
     for bucket in buckets:
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
 

@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from megacompile import compat, log, numa
+from megacompile import compat, log
 from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.errors import OptionError
-from megacompile.host_memory import available_bytes
+from megacompile.host_memory import available_bytes, usable_cores
 from megacompile.ir.tensors import Number, TensorMeta
 from megacompile.option_values import torchrun_count
 from megacompile.runtime.device.background import at_fork, fulfil
@@ -283,7 +283,7 @@ def _count(device: torch.device) -> int:
         return 0
     ranks = max(1, torchrun_count("LOCAL_WORLD_SIZE"))  # on this machine
     by_memory = available_bytes() // _SHARE // _PROCESS_BYTES
-    count = min(_MOST, numa.usable_cores() // 2 // ranks, by_memory // ranks)
+    count = min(_MOST, usable_cores() // 2 // ranks, by_memory // ranks)
     return count if count > 1 else 0  # one worker is not faster than this process
 
 

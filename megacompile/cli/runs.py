@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megacompile import api, inspection, numa
+from megacompile import api, inspection
 from megacompile.cost.rates import load, load_disk
 from megacompile.errors import OptionError
 from megacompile.options import Options
@@ -101,6 +101,4 @@ def hardware(args: argparse.Namespace) -> int:
         end = next((end for end in _UNITS if name.endswith(end)), None)
         if end is not None and value is not None:
             print(f"  {name.removesuffix(end):15} {value:12.6g} {_UNITS[end]}")
-    if (node := numa.node_of(device)) is not None:
-        print(f"  {'NUMA node':15} {node}")
     return 0

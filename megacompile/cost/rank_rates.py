@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, numa
+from megacompile import compat
 from megacompile.cost.hardware import DISK_RATES, Hardware
 from megacompile.cost.rates import DiskRates, cached, load_disk, measure_together
+from megacompile.host_memory import usable_cores
 from megacompile.option_values import torchrun_count
 
 _BYTES = 256 * 2**20  # size of a gather: about a layer of a 7 B model
@@ -49,7 +50,7 @@ def use_cores(mesh: DeviceMesh) -> None:
     """Limit this rank's work on the host to its share of the cores: torchrun sets OMP_NUM_THREADS
     to 1, which would slow down host updates by the number of cores."""
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and torch.get_num_threads() == 1
-    share = numa.usable_cores() // ranks_of_host(mesh)
+    share = usable_cores() // ranks_of_host(mesh)
     if by_torchrun and share > 1:
         torch.set_num_threads(share)
 

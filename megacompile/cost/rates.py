@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from megacompile import compat, notices, numa
+from megacompile import compat, notices
 from megacompile.cost.hardware import GPUS, H200, NAMES, Hardware, least
 from megacompile.errors import OptionError
 from megacompile.host_memory import pinned_empty, total_bytes
@@ -61,8 +61,7 @@ class _Probe:
         self.device = device
         self.cuda = device.type == "cuda"
         make = pinned_empty if self.cuda else torch.empty
-        with numa.bound(numa.node_of(device)):  # near the GPU, like buckets
-            self.on_host = [make((_COPY_BYTES,), dtype=torch.uint8).fill_(1) for _ in range(2)]
+        self.on_host = [make((_COPY_BYTES,), dtype=torch.uint8).fill_(1) for _ in range(2)]
         self.on_device = [
             torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)
         ]

@@ -25,13 +25,11 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, Generic, TypeVar
 
 import torch
-
-from megacompile import numa
 
 Work = Callable[[], None]
 T = TypeVar("T")
@@ -148,16 +146,15 @@ def is_over() -> bool:
 
 
 class Background:
-    """One thread that runs jobs in order. It ends with the last reference to this object.
-    `cores` are for it and the threads that it starts; empty: any."""
+    """One thread that runs jobs in order. It ends with the last reference to this object."""
 
-    def __init__(self, name: str, cores: Collection[int] = ()) -> None:
-        self.name, self.cores = name, cores
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._begin()
         at_fork(self, last=True)
 
     def _begin(self) -> None:
-        self._queue = _Queue(self.name, self.cores)
+        self._queue = _Queue(self.name)
         self._end = weakref.finalize(self, self._queue.work.put, None)
         self._end.atexit = False
 
@@ -186,8 +183,8 @@ class Background:
 class _Queue:
     """The state that a thread references; it has no reference to the owner, which can be freed."""
 
-    def __init__(self, name: str, cores: Collection[int]) -> None:
-        self.name, self.cores = name, cores
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self.turn = threading.Lock()  # its holder does the work
         self.process = os.getpid()
@@ -215,7 +212,6 @@ class _Queue:
     def _until_the_end(self) -> None:
         if not self.turn.acquire(blocking=False):
             return  # another thread holds it already
-        numa.bind(self.cores)
         while (work := self.work.get()) is not None:
             try:
                 work()

@@ -35,9 +35,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megacompile import numa
 from megacompile.errors import DiskError, HostMemoryError
-from megacompile.host_memory import PAGE_LOCKS, check_host_memory
+from megacompile.host_memory import PAGE_LOCKS, check_host_memory, usable_cores
 from megacompile.ir.buckets import Param
 from megacompile.progress import phase
 from megacompile.runtime.device.background import Background, at_fork, fulfil, is_over
@@ -49,25 +48,21 @@ class HostBuffer(mmap.mmap):
     """Anonymous memory, page-locked for a CUDA device if possible (`locked`). It is unlocked and
     unmapped when the last tensor on it is freed.
 
-    Unless `touch`, it is not page-locked at once: the caller fills it and then calls `lock`. `node`
-    is the NUMA node near the device that it is page-locked for; None: any.
+    Unless `touch`, it is not page-locked at once: the caller fills it and then calls `lock`.
     """
 
     _address: int = 0  # if page-locking was requested
     locked: bool = False
     private: bool = False
-    _node: numa.Node | None = None
     _process: int = 0
 
-    def __new__(
-        cls, size_bytes: int, *, pin: bool, touch: bool = True, node: numa.Node | None = None
-    ) -> HostBuffer:
+    def __new__(cls, size_bytes: int, *, pin: bool, touch: bool = True) -> HostBuffer:
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
-        made.private, made._node, made._process = not pin, node, os.getpid()
+        made.private, made._process = not pin, os.getpid()
         if hasattr(mmap, "MADV_HUGEPAGE"):  # 10 % more bandwidth for the CPU
             made.madvise(mmap.MADV_HUGEPAGE)  # few systems have them for shared memory
-        if pin and (touch or node is not None):  # threads that fill it may run elsewhere
+        if pin and touch:
             made.settle()
         return made
 
@@ -77,7 +72,7 @@ class HostBuffer(mmap.mmap):
 
     def settle(self) -> None:
         """Allocate its pages on several threads, and page-lock it."""
-        _touch_pages(self._flat, self._node)
+        _touch_pages(self._flat)
         self.lock()
 
     def lock(self) -> None:
@@ -88,7 +83,7 @@ class HostBuffer(mmap.mmap):
         if self.private:  # shared memory was touched at creation or filled
             if hasattr(mmap, "MADV_DONTFORK"):
                 self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write during DMA
-            _touch_pages(self._flat, self._node)
+            _touch_pages(self._flat)
         self._address = self._flat.data_ptr()
         self.locked = PAGE_LOCKS.lock(self._address, len(self))
 
@@ -209,9 +204,8 @@ class DeviceBuffer:
 class HostBudget:
     """Allocates a model's host buffers, in any thread, and keeps their total within a limit."""
 
-    def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes  # of all live buffers together; None: the machine's memory
-        self.node = node  # the NUMA node near the device that copies from and to them; None: any
         self._sizes: dict[int, int] = {}  # of live buffers; a finalizer may run at any time
         self._next = itertools.count()
         self.ahead: dict[tuple[int, bool], deque[Future[HostBuffer]]] = {}  # being allocated
@@ -287,7 +281,7 @@ class HostBudget:
         try:
             self._check(size_bytes, what)
             with phase("allocating host memory"):
-                buffer = HostBuffer(size_bytes, pin=pin, touch=touch, node=self.node)
+                buffer = HostBuffer(size_bytes, pin=pin, touch=touch)
         except BaseException as error:
             del self._sizes[key]
             if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -335,9 +329,9 @@ _TOUCHED_BYTES = 64 * 2**20  # at a time: whole huge pages
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 
 
-def _touch_pages(memory: torch.Tensor, node: numa.Node | None = None) -> None:
-    """Allocate the pages of a mapping in threads, on a node's cores, without changing its content:
-    (size_bytes,) uint8."""
+def _touch_pages(memory: torch.Tensor) -> None:
+    """Allocate the pages of a mapping in threads, without changing its content: (size_bytes,)
+    uint8."""
     size_bytes = memory.numel()
 
     def touch(first: int) -> int:
@@ -347,10 +341,9 @@ def _touch_pages(memory: torch.Tensor, node: numa.Node | None = None) -> None:
         return refused
 
     chunks = range(0, size_bytes, _TOUCHED_BYTES)
-    cores = () if node is None else node.cores
-    count = min(_MOST_THREADS, len(cores) or numa.usable_cores(), len(chunks))
+    count = min(_MOST_THREADS, usable_cores(), len(chunks))
     try:
-        with ThreadPoolExecutor(count, "megacompile-touch", numa.bind, (cores,)) as threads:
+        with ThreadPoolExecutor(count, "megacompile-touch") as threads:
             refused = any(list(threads.map(touch, chunks)))
     except RuntimeError:  # no more threads, or the process is exiting
         refused = any(map(touch, chunks))

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from megacompile import compat, numa, progress
-from megacompile.cost.rank_rates import host_of_rank
+from megacompile import compat, progress
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
@@ -62,18 +61,13 @@ class Machine:
         self.device = device = options.device
         self.place = place
         on_gpu = device.type == "cuda"
-        node = numa.node_of(device)
         self.ranks = Ranks.that_share(options.mesh, device)  # the processes that share the model
         self.seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
-        processes = 1  # on the node
         if self.ranks is not None:
             first: int = self.ranks.all_gather_object(torch.initial_seed())[0]
             self.seed = functools.partial(int, first)  # replicas of the same rows round alike
-            if on_gpu:
-                mine = (*host_of_rank(), None if node is None else node.number)
-                processes = self.ranks.all_gather_object(mine).count(mine)
         # memory and threads
-        self.host_budget = HostBudget(options.host_memory, node)  # allocates all host buffers
+        self.host_budget = HostBudget(options.host_memory)  # allocates all host buffers
         self.disk = None  # the disk with the states of streamed buckets, if any
         self.staging = None  # staging memory of data on a disk
         self.activations = BufferPool(device, self.host_budget)  # offloaded saved tensors
@@ -82,8 +76,7 @@ class Machine:
             self.disk = Disk(options.disk, limit_bytes=options.disk_memory)
             self.saved_disk = SavedDisk(self.disk, self.activations)
             self.staging = Staging(self.disk, device, self.host_budget)
-        cores = numa.cores_of_updates(node, torch.get_num_threads(), processes)
-        self.host_updates = Workers(device, cores)
+        self.host_updates = Workers(device)
         self.copies = Background("megacompile-offload")  # results of device updates to the host
         # the device
         self.streams, self.slots = Streams(device), DeviceSlots(device)

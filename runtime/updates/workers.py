@@ -212,7 +212,7 @@ class Workers:
     claims it.
     """
 
-    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device  # the one that helps
         self.patience_s = 0.1  # for a device that is about to help
         self.make_streams: Callable[[torch.device], ChunkStreams] = ChunkStreams
@@ -221,7 +221,7 @@ class Workers:
         self._helped: deque[Collection[Future[None]]] = deque()  # jobs for the device
         self._device_ends_s = 0.0  # when the device's current job ends, if known
         self._host_pace, self._device_pace = Pace(), Pace()
-        self._host = Background("megacompile-update", cores)
+        self._host = Background("megacompile-update")
         self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
         at_fork(self)

@@ -1,8 +1,7 @@
-"""Machines: given by name, changed, measured once and kept in a file; NUMA; memory of the host.
+"""Machines: given by name, changed, measured once and kept in a file; memory of the host.
 
-Host memory and threads near a GPU: on a sysfs of files, and with calls that are written down. How
-much memory there is, what fits, what a model holds; and settings of the process, which has one CUDA
-allocator and one garbage collector.
+How much memory there is, what fits, what a model holds; and settings of the process, which has one
+CUDA allocator and one garbage collector.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import math
-import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
@@ -24,14 +21,12 @@ import psutil
 import pytest
 import torch
 
-from megacompile import compat, megacompile, numa
+from megacompile import compat, megacompile
 from megacompile.cli import main
 from megacompile.cost import rates
 from megacompile.cost.hardware import H200, NAMES, Hardware
 from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes, budget_bytes
-from megacompile.numa import Node
-from megacompile.runtime.device.buffers import HostBuffer
 
 CPU = torch.device("cpu")
 MAY_BE_ZERO = ("name", "collective_s", "gathers_over_pcie", "unified", "host_bytes")
@@ -147,118 +142,6 @@ def test_a_machine_is_measured_though_that_cannot_be_kept(
 
     monkeypatch.setattr(Path, "home", no_home)
     assert rates.cached(CPU) is None
-
-
-GPU = torch.device("cuda", 0)
-ADDRESS = "0000:dc:00.0"
-NODE = Node(1, 2, frozenset({2, 3}))
-
-
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, frozenset[int]]]:
-    """The cores of each thread, by its number; eight are there."""
-    of = dict[int, frozenset[int]]()
-    eight = frozenset(range(8))
-
-    def set_cores(pid: int, cores: Any) -> None:
-        assert pid == 0
-        of[threading.get_native_id()] = frozenset(cores)
-
-    monkeypatch.setattr(os, "sched_setaffinity", set_cores)
-    monkeypatch.setattr(
-        os, "sched_getaffinity", lambda pid: of.get(threading.get_native_id(), eight)
-    )
-    yield of
-
-
-def sysfs(
-    root: Path, *cores: str, near: int | str = 1, numbers: tuple[int, ...] = (0, 1, 2, 3)
-) -> Path:
-    """A tree with so many nodes, and a GPU at one of them."""
-    for number, text in zip(numbers, cores, strict=False):
-        node = root / "devices/system/node" / f"node{number}"
-        node.mkdir(parents=True)
-        (node / "cpulist").write_text(f"{text}\n")
-    (root / "devices/system/node/possible").write_text("0-3\n")
-    gpu = root / "bus/pci/devices" / ADDRESS
-    gpu.mkdir(parents=True)
-    (gpu / "numa_node").write_text(f"{near}\n")
-    return root
-
-
-def test_the_node_of_a_gpu_and_its_cores(
-    tmp_path: Path, allowed: dict[int, frozenset[int]]
-) -> None:
-    root = sysfs(tmp_path / "a", "0-1,4", "2-3,5-6")
-    assert numa.node_at(ADDRESS, root) == Node(1, 2, frozenset({2, 3, 5, 6}))
-    assert str(numa.node_at(ADDRESS, root)) == "1 of 2"
-    assert numa.node_at("0000:01:00.0", root) is None
-    # a GPU's own memory may be a node, which has no cores
-    own = sysfs(tmp_path / "b", "0-3", "", "4-7", near=9, numbers=(0, 1, 9))
-    found = numa.node_at(ADDRESS, own)
-    assert found is not None and (found.number, found.count) == (9, 2)
-    os.sched_setaffinity(0, {0, 5, 9})
-    assert numa.node_at(ADDRESS, root) == Node(1, 2, frozenset({5})), "it may use no others"
-    os.sched_setaffinity(0, {0, 1})
-    assert numa.node_at(ADDRESS, root) is None, "the user has put the process elsewhere"
-    os.sched_setaffinity(0, range(8))
-    two: Any = ("0-3", "4-7")
-    several: list[Any] = [(two, -1), (two, "?"), (two, 2), (("0-7", ""), 0), (("0-3", "x"), 0)]
-    for k, (cores, near) in enumerate(several):  # there is one, or nobody knows
-        assert numa.node_at(ADDRESS, sysfs(tmp_path / str(k), *cores, near=near)) is None
-
-
-@pytest.mark.usefixtures("allowed")
-def test_the_address_is_what_torch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = sysfs(tmp_path, "0-3", "4-7")
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    found = numa.node_of(GPU, root)
-    assert found is not None and found.number == 1
-    del gpu.pci_domain_id
-    assert numa.node_of(GPU, root) is None, "torch does not say"
-
-
-@pytest.mark.parametrize("touch", [True, False])
-def test_buffers_that_are_copied_come_from_the_node(
-    touch: bool, allowed: dict[int, frozenset[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Threads on its cores touch their pages, even if others fill them."""
-    fake = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: 0, cudaHostUnregister=lambda address: 0
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    assert HostBuffer(3 * mmap.PAGESIZE, pin=True, touch=touch, node=NODE).locked
-    assert set(allowed.values()) == {NODE.cores}
-    allowed.clear()
-    used = HostBuffer(2 * mmap.PAGESIZE, pin=False, node=NODE)
-    assert not allowed, "it is where the thread runs that uses it"
-    used.lock()
-    assert set(allowed.values()) == {NODE.cores}
-
-
-@pytest.mark.usefixtures("allowed")
-def test_updates_run_there_if_all_their_threads_can(tmp_path: Path) -> None:
-    """torch has a thread for each core; cpulist has each hardware thread."""
-    for threads, processes, near in ((2, 1, True), (1, 2, True), (3, 1, False), (2, 2, False)):
-        found = numa.cores_of_updates(NODE, threads, processes)
-        assert found == (NODE.cores if near else frozenset())
-    root = sysfs(tmp_path, "0-3", "4-7")
-    for first, second in ((4, 6), (5, 7)):
-        for core in (first, second):
-            topology = root / f"devices/system/cpu/cpu{core}/topology"
-            topology.mkdir(parents=True)
-            (topology / "thread_siblings_list").write_text(f"{first},{second}\n")
-    node = numa.node_at(ADDRESS, root)
-    assert node == Node(1, 2, frozenset({4, 5, 6, 7}), 2)
-    assert numa.cores_of_updates(node, 2, 1) == node.cores
-    assert numa.cores_of_updates(node, 4, 1) == frozenset(), "half of them would be elsewhere"
-
-
-def test_a_block_gives_its_cores_back(allowed: dict[int, frozenset[int]]) -> None:
-    with numa.bound(NODE):
-        assert allowed[threading.get_native_id()] == NODE.cores
-    assert allowed[threading.get_native_id()] == frozenset(range(8))
 
 
 GIB = 2**30

@@ -23,7 +23,7 @@ FLOORS = (
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
     ("log", "option_checks", "options", "validate"),
-    ("numa", "progress"),
+    ("progress",),
     ("runtime.device.background",),
     ("beside",),
     ("runtime.disk",),  # the cost model measures it

@@ -136,7 +136,7 @@ PLANTED: list[tuple[Rule, str, str, list[str]]] = [
     (imported, "unit", "from megacompile.plan import planner", []),
     (patched, "", "from megacompile import api\np.setattr(api, 'f', 1)", ["2: api"]),
     (patched, "", "@mock.patch('megacompile.api.f')\ndef f(): pass", ["1: megacompile.api.f"]),
-    (patched, "", "from megacompile import numa\nmodel.numa.x = 1\ndel numa.f", ["3: numa"]),
+    (patched, "", "from megacompile import log\nmodel.log.x = 1\ndel log.f", ["3: log"]),
     (quoted, "", "with pytest.raises(OptionError, match='there are 2'): f()", ["1: there are 2"]),
     (quoted, "messages/", "with pytest.raises(OptionError, match='there are 2'): f()", []),
     (quoted, "", "with pytest.raises(ValueError, match='in the stage of ours'): f()", []),
