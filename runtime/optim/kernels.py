@@ -25,9 +25,15 @@ import triton.language as tl
 from megacompile.host_memory import pinned_empty
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim import rule as layout
-from megacompile.runtime.optim.rule import Launch, OptimizerRule, Signature, Update, launches
+from megacompile.runtime.optim.rule import (
+    PROGRAM_NUMEL,
+    Launch,
+    OptimizerRule,
+    Signature,
+    Update,
+    launches,
+)
 
-BLOCK = 1024  # elements per program; 2048 and 4096 are slower on an H200
 _WARPS = 8
 
 _PARAM = tl.constexpr(layout.PARAM)
@@ -42,7 +48,7 @@ _GUESSES = tl.constexpr(512)
 _SMALLEST = tl.constexpr(blockwise.SMALLEST)
 
 
-def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK) -> None:
+def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = PROGRAM_NUMEL) -> None:
     """Update the parameters of a bucket in place on the gradients' device. `block` is the number of
     elements per program: 256 times a power of two."""
     if updates:
@@ -50,7 +56,7 @@ def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK
 
 
 def run(
-    rule: OptimizerRule, each: Iterable[Launch], device: torch.device, *, block: int = BLOCK
+    rule: OptimizerRule, each: Iterable[Launch], device: torch.device, *, block: int = PROGRAM_NUMEL
 ) -> None:
     """Launch the kernel of a rule."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():

@@ -212,6 +212,7 @@ def math_dtype(param: torch.dtype) -> torch.dtype:
 
 NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; STATES is the first state's
 
+PROGRAM_NUMEL = 1024  # elements per program; 2048 and 4096 are slower on an H200
 _ALIGNMENT = 16  # wide loads need it: bytes of an address, elements of a size
 
 
@@ -259,7 +260,11 @@ class Table:
         self._rows[GRAD :: self._columns] = array("q", [gradients[k] for k in self.positions])
 
     def launch(
-        self, hypers: Sequence[tuple[float, ...]], *, block: int, device: torch.device
+        self,
+        hypers: Sequence[tuple[float, ...]],
+        *,
+        block: int = PROGRAM_NUMEL,
+        device: torch.device,
     ) -> Launch:
         """The launch for a step with these scalars of all its parameters, `block` elements per
         program."""
@@ -289,7 +294,9 @@ def tables_of(described: Mapping[int, tuple[Signature, list[int]]]) -> list[Tabl
     ]
 
 
-def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> Iterator[Launch]:
+def launches(
+    rule: OptimizerRule, updates: Sequence[Update], *, block: int = PROGRAM_NUMEL
+) -> Iterator[Launch]:
     """One launch for each signature among the updates, with `block` elements per program."""
     described = {i: describe(rule, update) for i, update in enumerate(updates)}
     hypers = [tuple(update.hyper) for update in updates]

@@ -1,5 +1,4 @@
-"""A rule's update of one parameter in plain torch, in place, the reference for the kernels; and of
-a bucket, by a kernel on a CUDA device. Triton is imported for the first bucket there.
+"""A rule's update of one parameter in plain torch, in place, the reference for the kernels.
 
 The code is pointwise on flat tensors, and its scalars are data. So one
 `torch.compile(function_of(rule), dynamic=True, fullgraph=True)` serves every step and size.
@@ -11,7 +10,7 @@ import functools
 import hashlib
 import math
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,21 +76,6 @@ def apply(rule: OptimizerRule, update: Update) -> None:
     for first in range(0, numel, CHUNK):
         part = whole if numel <= CHUNK else whole.part(first, min(first + CHUNK, numel))
         step(part.param, part.grad, part.states, part.copy, scalars, part.seed, part.out, first)
-
-
-def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
-    """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
-    All tensors are on the gradients' device or in memory that it can address. The kernel raises
-    ValueError for a tensor that is not contiguous or has the wrong size or dtype."""
-    if not updates:
-        return
-    if updates[0].grad.device.type == "cuda":
-        from megacompile.runtime.optim.kernels import launch
-
-        launch(rule, updates)
-        return
-    for update in updates:
-        apply(rule, update)
 
 
 def has_codes(states: Iterable[State | None]) -> bool:

@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from megacompile.runtime.optim.bucket_update import KERNELS
 from megacompile.runtime.optim.rule import OptimizerRule, Table, Update, describe, tables_of
 from megacompile.runtime.optim.rules import rule_of
 from megacompile.runtime.optim.twin import apply
@@ -143,15 +144,16 @@ class Alike:
                 each = [(at.first, len(at.indices)) for at in map(self.slices.__getitem__, keys)]
                 numbers = [k for first, count in each for k in range(first, first + count)]
                 self._tables[keys] = tables_of({k: self._described[k] for k in numbers})
-            from megacompile.runtime.optim.kernels import BLOCK, run
-
             tables = self._tables[keys]
             for table in tables:
                 table.renew(addresses)
-            launches = (table.launch(hypers, block=BLOCK, device=device) for table in tables)
-            run(self.rule, launches, device)
-            return
-        with torch.no_grad():  # no kernel uses the addresses
+            launches = [table.launch(hypers, device=device) for table in tables]
+            if KERNELS.ready(self.rule, launches, device):
+                from megacompile.runtime.optim.kernels import run
+
+                run(self.rule, launches, device)
+                return
+        with torch.no_grad():
             for part, key in zip(parts, keys, strict=True):
                 bucket, first = part.bucket, self.slices[key].first
                 states = bucket.states.of(optimizer)

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
+from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import map_state
-from megacompile.runtime.optim.twin import update_bucket
 from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (

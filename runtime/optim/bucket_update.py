@@ -1,0 +1,115 @@
+"""The update of a bucket: by a kernel on a CUDA device, elsewhere by the twin, in torch.
+
+Kernels are compiled on a thread, and until one is ready, small updates run in torch there too.
+
+The first launch of a process takes two seconds: Triton builds its driver and compiles the kernel.
+The twin has the same bits and needs no compiler, but some twenty launches for each chunk of a
+parameter. Triton is imported for the first kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeAlias
+
+import torch
+
+from megacompile.runtime.optim.blockwise import absmax_numel
+from megacompile.runtime.optim.rule import (
+    PROGRAM_NUMEL,
+    Launch,
+    OptimizerRule,
+    State,
+    Update,
+    launches,
+)
+from megacompile.runtime.optim.twin import CHUNK, apply
+
+_MOST_CHUNKS = 1024  # for an update in torch: some 0.2 s on a slow host
+
+Compile: TypeAlias = Callable[[OptimizerRule, Launch, torch.device], None]
+
+
+def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
+    """Update the parameters of one bucket in place: by a kernel on a CUDA device, once it is
+    compiled, else by the twin. All tensors are on the gradients' device or in memory that it can
+    address."""
+    if not updates:
+        return
+    device = updates[0].grad.device
+    if device.type == "cuda":
+        each = list(launches(rule, updates))
+        if KERNELS.ready(rule, each, device) or not _all_on(device, updates):
+            from megacompile.runtime.optim.kernels import run
+
+            run(rule, each, device)
+            return
+    for update in updates:
+        apply(rule, update)
+
+
+def _all_on(device: torch.device, updates: Sequence[Update]) -> bool:
+    return all(tensor.device == device for each in updates for _, tensor in each.tensors())
+
+
+class KernelCompiler:
+    """Runs `compile` on a thread, once for each kernel: it returns when a launch like the given one
+    waits for nothing. Thread-safe."""
+
+    def __init__(self, compile: Compile) -> None:
+        self._compile = compile
+        self._thread = ThreadPoolExecutor(1, "megacompile-kernels")
+        self._begun: dict[tuple[object, ...], Future[None]] = {}
+
+    def ready(self, rule: OptimizerRule, each: Sequence[Launch], device: torch.device) -> bool:
+        """True if the update should be launched, False if it should run in torch. A large one waits
+        for the thread, or compiles what the thread has not begun. If compilation fails, the launch
+        raises the error."""
+        keys = [(rule, launch.signature, launch.columns, device) for launch in each]
+        if sum(map(_chunks, each)) > _MOST_CHUNKS:
+            wait([self._begun[key] for key in keys if key in self._begun])
+            return True
+        for key, launch in zip(keys, each, strict=True):
+            if key not in self._begun:
+                self._begun[key] = self._thread.submit(self._compile, rule, launch, device)
+        return all(self._begun[key].done() for key in keys)
+
+
+def _chunks(launch: Launch) -> int:
+    """An upper bound of the chunks of a launch's parameters."""
+    return launch.params + len(launch.blocks) * PROGRAM_NUMEL // CHUNK
+
+
+def _compile(rule: OptimizerRule, like: Launch, device: torch.device) -> None:
+    from megacompile.runtime.optim.kernels import run
+
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        run(rule, launches(rule, [small_update(like, device)]), device)
+        torch.cuda.current_stream().synchronize()
+
+
+def small_update(like: Launch, device: torch.device) -> Update:
+    """An update of a few elements with the kernel of a launch."""
+    kind = like.signature
+    numel = 16 if kind.aligned else 17
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def state(dtype: torch.dtype | None) -> State | None:
+        if dtype == torch.uint8:
+            return zeros(dtype), torch.zeros(absmax_numel(numel), device=device)
+        return None if dtype is None else zeros(dtype)
+
+    return Update(
+        param=zeros(kind.param),
+        grad=zeros(kind.grad),
+        states=tuple(map(state, kind.states)),
+        hyper=(1.0,) * like.columns[1],
+        copy=None if kind.copy is None else zeros(kind.copy),
+        seed=1 if kind.stochastic else None,
+    )
+
+
+KERNELS = KernelCompiler(_compile)
