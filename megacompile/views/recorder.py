@@ -283,11 +283,6 @@ class Trace:
         the prediction."""
         return timeline.table(self.measured, self.predicted)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The measured and predicted totals for programs, as JSON types, in seconds and bytes."""
-        both = {"measured": self.measured, "predicted": self.predicted}
-        return {name: found and found.to_dict() for name, found in both.items()}
-
     def save(self, path: str) -> None:
         """Write a file for ui.perfetto.dev or chrome://tracing (the trace event format).
 

@@ -111,39 +111,9 @@ class Timeline:
                 end = stop
         return total
 
-    def kinds(self) -> list[dict[str, Any]]:
-        """Totals by lane and kind of op, the longest first in each lane."""
-        found: dict[tuple[str, str], dict[str, Any]] = {}
-        for span in self.spans:
-            kind, lane = span.op.kind, span.op.lane
-            new = {"kind": kind, "stream": lane, "count": 0, "busy_s": 0.0, "bytes": 0}
-            total = found.setdefault((lane, kind), new)
-            total["count"] += 1
-            total["busy_s"] += span.duration_s
-            total["bytes"] += span.op.size_bytes
-        rank = self.lanes.index
-        return sorted(found.values(), key=lambda t: (rank(t["stream"]), -t["busy_s"], t["kind"]))
-
     def of_run(self, run: int) -> tuple[Span, ...]:
         """The spans of one run of a graph."""
         return tuple(span for span in self.spans if span.run == run)
-
-    def memory(self) -> list[tuple[float, int]]:
-        """Device memory as a step function of (second, bytes)."""
-        points = [(s.start_s, s.memory_bytes) for s in self.spans if s.memory_bytes is not None]
-        return sorted(points)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The totals for programs, in seconds and bytes."""
-        total, busy = self.total_s, {lane: self.busy_s(lane) for lane in self.lanes}
-        return {
-            "device": self.device,
-            "total_s": total,
-            "runs": [{"model": run.model, "graph": run.graph} for run in self.runs],
-            "streams": {k: {"busy_s": b, "idle_s": total - b} for k, b in busy.items()},
-            "ops": self.kinds(),
-            "peak_memory_bytes": max((size for _, size in self.memory()), default=None),
-        }
 
 
 def in_order(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -162,7 +132,7 @@ def table(measured: Timeline, predicted: Timeline | None = None) -> str:
     ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
     total = measured.total_s
     head = f"{_ms(total)} ms on {measured.device}: {ran}"
-    if sizes := [size for _, size in measured.memory()]:
+    if sizes := [s.memory_bytes for s in measured.spans if s.memory_bytes is not None]:
         head += f"; device memory up to {format_bytes(max(sizes))}"
     streams = [["stream", "busy ms", "idle ms", "busy"]]
     streams[0] += [] if predicted is None else ["predicted busy ms"]
@@ -172,12 +142,23 @@ def table(measured: Timeline, predicted: Timeline | None = None) -> str:
         if predicted is not None:
             known = any(span.op.lane == lane for span in predicted.spans)
             streams[-1].append(_ms(predicted.busy_s(lane)) if known else "-")
-    of_ops = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
-    for kind, lane, count, busy_s, size in (each.values() for each in measured.kinds()):
+    return "\n\n".join([head, columns(streams), columns(_kind_rows(measured), left=(0, 1))])
+
+
+def _kind_rows(timeline: Timeline) -> list[list[str]]:
+    """Totals by lane and kind of op, the longest first in each lane."""
+    lanes, groups = timeline.lanes, defaultdict[tuple[int, str], list[Span]](list)
+    for span in timeline.spans:
+        groups[lanes.index(span.op.lane), span.op.kind].append(span)
+    each = [(k, sum(s.duration_s for s in spans), spans) for k, spans in groups.items()]
+    rows = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
+    for (_, kind), busy_s, spans in sorted(each, key=lambda row: (row[0][0], -row[1], row[0][1])):
+        size = sum(span.op.size_bytes for span in spans)
         rate = size / busy_s / 1e9 if busy_s else 0.0
-        of_ops.append([kind, lane, str(count), _ms(busy_s), _ms(busy_s / count)])
-        of_ops[-1] += [format_bytes(size) if size else "", f"{rate:.3g}" if rate else ""]
-    return "\n\n".join([head, columns(streams), columns(of_ops, left=(0, 1))])
+        rows.append([kind, spans[0].op.lane, str(len(spans)), _ms(busy_s)])
+        rows[-1] += [_ms(busy_s / len(spans)), format_bytes(size) if size else ""]
+        rows[-1].append(f"{rate:.3g}" if rate else "")
+    return rows
 
 
 def _ms(seconds: float) -> str:

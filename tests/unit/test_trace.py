@@ -81,7 +81,7 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     assert len(updates) == len(schedules(model)[0].buckets)
     device = [span for span in t.spans if span.op.lane != HOST]
     assert min(u.start_s for u in updates) >= max(s.stop_s for s in device) - 1e-3, "one axis"
-    peak = max(size for _, size in t.measured.memory())
+    peak = max(span.memory_bytes or 0 for span in t.spans)
     assert 0 < peak <= torch.cuda.max_memory_allocated()
 
 
@@ -167,12 +167,11 @@ def test_a_trained_model(ahead_s: list[float]) -> None:
 def check_sums(t: Trace) -> None:
     """Totals of kinds and lanes, with overlapping ops."""
     counts = Counter(span.op.kind for span in t.spans)
-    totals = t.to_dict()["measured"]["streams"]
     rows = {line.split()[0]: line.split() for line in t.table().splitlines() if line}
     assert rows["prefetch"][1:3] == ["h2d", str(counts["prefetch"])]
     for lane in t.measured.lanes:
         busy_s = sum(span.duration_s for span in t.spans if span.op.lane == lane)
-        assert totals[lane]["busy_s"] == t.measured.busy_s(lane) == pytest.approx(busy_s)
+        assert t.measured.busy_s(lane) == pytest.approx(busy_s)
         assert float(rows[lane][1]) == pytest.approx(busy_s * 1e3, abs=1e-3)
     one = next(span for span in t.spans if span.op.lane == "compute")
     spans = tuple(replace(one, start_s=at, stop_s=at + 2.0) for at in (0.0, 1.0, 5.0))
@@ -255,4 +254,4 @@ def test_a_prediction_is_the_cost_models(tmp_path: Path, monkeypatch: pytest.Mon
     assert schedule is not None
     assert total == pytest.approx(simulate(schedule, slow).total_s)
     assert "predicted busy ms" in t.table() and "predicted" not in unknown.table()
-    assert unknown.predicted is None and unknown.to_dict()["predicted"] is None
+    assert unknown.predicted is None
