@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megacompile.api import Checkpoint, accumulate, megacompile, save
     from megacompile.inspection import Metrics, Trace, explain, metrics, schedules, trace, updates
     from megacompile.ir.schedule import Schedule
-    from megacompile.lifetime import eager, full_parameters, released, restoring, unmegacompile
+    from megacompile.lifetime import eager, full_parameters, released, unmegacompile
     from megacompile.options import Activations, Head, Lowering, Options
     from megacompile.plan.explanation import Explanation
 
@@ -66,7 +66,6 @@ __all__ = [
     "megacompile",
     "metrics",
     "released",
-    "restoring",
     "save",
     "schedules",
     "trace",

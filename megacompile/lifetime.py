@@ -1,7 +1,7 @@
 """Public functions that lend a model's device memory, call it without capture, and make it plain
 again.
 
-`released()`, `restoring()`, `eager()`, `full_parameters()`, `unmegacompile()`.
+`released()`, `eager()`, `full_parameters()`, `unmegacompile()`.
 """
 
 from __future__ import annotations
@@ -55,44 +55,6 @@ def released(model: nn.Module) -> Iterator[None]:
         streamed.released.end(failed=True)
         raise
     streamed.released.end(failed=False)
-
-
-@contextlib.contextmanager
-def restoring(model: nn.Module) -> Iterator[None]:
-    """Load a checkpoint after a partial update, with a loader that reads the old values first.
-
-    After an update failed halfway, reading parameters and optimizer states raises, so that they are
-    not saved by mistake. Inside this block, a loader that reads `state_dict()` first, such as
-    torch.distributed.checkpoint, may read them. Calls of the model and `optimizer.step()` raise
-    until everything is loaded. Without a failed update, the block has no effect.
-
-    Args:
-        model: a megacompiled model. The block also covers the states of all its optimizers.
-
-    Raises:
-        ModelError: the model is not megacompiled, or is in use.
-        OptimizerError: at the end, the model or an optimizer was not loaded completely.
-
-    Example::
-
-        with restoring(model):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-    """
-    streamed = streamed_model(model, "restoring")
-    streamed.refuse_in_use("restoring()")
-    pending = [bucket.pending for bucket in streamed.machine.buckets.values()]
-    try:
-        for each in pending:
-            each.begin_restoring()
-        yield
-    finally:
-        for each in pending:
-            each.end_restoring()
-    for each in pending:
-        each.check()
 
 
 @contextlib.contextmanager

@@ -132,7 +132,6 @@ class Pending(Completion):
         self._bucket = weakref.ref(of)
         self.left: dict[int, Left] = {}  # by index: torn by a failed update and not loaded since
         self._why = ""  # what failed
-        self._restoring = False  # True while a loader may read torn values
         self.in_flight: InFlight | None = None
         # from the backward to optimizer.step(), until the bucket changes, which drops it
         self.offered: Any = None
@@ -209,7 +208,7 @@ class Pending(Completion):
             finally:
                 if over or work.done():  # otherwise Ctrl-C: the work continues, and so do guards
                     self._ended(work)
-        if self.left and not self._restoring:
+        if self.left:
             self.check()
 
     def settle(self) -> None:
@@ -240,9 +239,6 @@ class Pending(Completion):
         """Record a failed update of these parameters, by index: they are torn until loaded."""
         self._why = self._why if self.left else why
         self.left = {**self.left, **left}
-        self._guard_left(left)
-
-    def _guard_left(self, left: Mapping[int, Left]) -> None:
         states = [state for each in left.values() for _, state in each.states]
         named = [item for state in states for item in state.items() if item[0] != "step"]
         self._guard(left, [value for _, value in named if isinstance(value, torch.Tensor)])
@@ -254,23 +250,12 @@ class Pending(Completion):
             raise OptimizerError(
                 "parameters and optimizer states are half updated, so they cannot be used or "
                 "saved: load a checkpoint into the model and the optimizer (load_state_dict() of "
-                "both), within megacompile.restoring(model) if the loader reads them first "
-                f"(torch.distributed.checkpoint). What failed: {self._why}"
+                f"both). What failed: {self._why}"
             )
         self.left = {}
         if self.in_flight is None:
             guarded, self._guarded, self._updated = self._guarded, [], []
             self._release(guarded)
-
-    def begin_restoring(self) -> None:
-        """Allow reads of torn values until `end_restoring`."""
-        self._restoring = self.is_torn()
-
-    def end_restoring(self) -> None:
-        """Guard values that were not restored again."""
-        self._restoring = False
-        if not all(left.restored() for left in self.left.values()):
-            self._guard_left(self.left)
 
     def is_torn(self) -> bool:
         """True if the bucket is half updated; waits for work in flight."""

@@ -222,11 +222,9 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "of numbers; its parameters and states are half updated: load a checkpoint"),
     "use_of_what_is_torn": (use_of_what_is_torn, OptimizerError,
      "parameters and optimizer states are half updated, so they cannot be used or saved: load a "
-     "checkpoint into the model and the optimizer (load_state_dict() of both), within "
-     "megacompile.restoring(model) if the loader reads them first "
-     "(torch.distributed.checkpoint). What failed: optimizer.step(): the update of 'Net' failed "
-     "in the background with ArithmeticError: out of numbers; its parameters and states are "
-     "half updated: load a checkpoint"),
+     "checkpoint into the model and the optimizer (load_state_dict() of both). What failed: "
+     "optimizer.step(): the update of 'Net' failed in the background with ArithmeticError: out "
+     "of numbers; its parameters and states are half updated: load a checkpoint"),
     "unknown_parameter": (unknown_parameter, OptimizerError,
      "backward(): parameter 'last.bias' is not in the AdamW of megacompile(model, "
      "optimizer=...), which updates in the backward (nothing was updated); add it: "

@@ -22,7 +22,6 @@ from megacompile import (
     full_parameters,
     megacompile,
     released,
-    restoring,
     schedules,
     trace,
     unmegacompile,
@@ -241,7 +240,7 @@ class _Root(nn.Module):
 
 
 ON_A_MODEL = (schedules, updates, explain, trace, full_parameters, unmegacompile)
-AROUND_A_BLOCK = (released, restoring, eager)
+AROUND_A_BLOCK = (released, eager)
 ANOMALIES = {  # (gain, factor of the loss) -> what is said
     (0.0, 1.0): r"backward of stage 'layers.1' \(2B\): NaN or inf in the gradient of parameter "
     r"'layers.1.gain'; no later stage has it, so it arises in this one",
