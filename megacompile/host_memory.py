@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 
 import psutil
 import torch
@@ -15,12 +15,6 @@ import torch
 from megacompile import notices
 from megacompile.errors import HostMemoryError
 from megacompile.text import format_bytes
-
-resource: ModuleType | None
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
 
 MARGIN_BYTES = 256 * 2**20  # reserve for the rest of the process
 _SHARE = 0.04  # share of free memory reserved for users unknown to the plan, such as data loaders
@@ -113,7 +107,7 @@ def _limits() -> Iterator[tuple[int, int]]:
                 cached = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.M) or [0]
                 yield int(most), int(_read(used) or 0) - int(cached[-1])
     pages = _read(Path("/proc/self/statm")).split()
-    if resource is not None and pages:
+    if pages:
         for kind, k in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
             if (most_bytes := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
                 yield most_bytes, int(pages[k]) * resource.getpagesize()
@@ -191,6 +185,4 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def usable_cores() -> int:
     """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))

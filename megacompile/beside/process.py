@@ -103,10 +103,8 @@ class Process:
 
 def _stop(process: subprocess.Popen[bytes], errors: Any) -> None:
     if process.poll() is None:
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             os.killpg(process.pid, signal.SIGKILL)  # with its child processes
-        except (AttributeError, OSError):  # no process groups here, or it has ended
-            process.kill()
         process.wait()
     for pipe in (process.stdin, process.stdout, errors):
         if pipe is not None:
@@ -125,9 +123,7 @@ def end_with_the_pipe(read: Callable[[Any], object] = lambda message: None) -> N
             while True:
                 read(pickle.load(pipe))
         except (EOFError, pickle.UnpicklingError):  # closed, maybe in the middle of a pickle
-            if hasattr(os, "killpg"):
-                os.killpg(0, signal.SIGKILL)
-            os._exit(1)
+            os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=until_it_closes, daemon=True).start()
 

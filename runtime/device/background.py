@@ -81,12 +81,11 @@ _LIVE: tuple[WeakIdSet[Any], WeakIdSet[Any]] = (WeakIdSet(), WeakIdSet())
 
 @functools.cache
 def _register() -> None:
-    if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-        os.register_at_fork(
-            before=functools.partial(_call, "before_fork", _LIVE),
-            after_in_parent=functools.partial(_call, "after_fork", _LIVE[::-1], in_child=False),
-            after_in_child=functools.partial(_call, "after_fork", _LIVE[::-1], in_child=True),
-        )
+    os.register_at_fork(
+        before=functools.partial(_call, "before_fork", _LIVE),
+        after_in_parent=functools.partial(_call, "after_fork", _LIVE[::-1], in_child=False),
+        after_in_child=functools.partial(_call, "after_fork", _LIVE[::-1], in_child=True),
+    )
 
 
 class Completion:

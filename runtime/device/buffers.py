@@ -60,8 +60,8 @@ class HostBuffer(mmap.mmap):
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
         made.private, made._process = not pin, os.getpid()
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # 10 % more bandwidth for the CPU
-            made.madvise(mmap.MADV_HUGEPAGE)  # few systems have them for shared memory
+        # 10 % more bandwidth for the CPU; few systems have them for shared memory
+        made.madvise(mmap.MADV_HUGEPAGE)
         if pin and touch:
             made.settle()
         return made
@@ -81,8 +81,7 @@ class HostBuffer(mmap.mmap):
         if self._address:
             return
         if self.private:  # shared memory was touched at creation or filled
-            if hasattr(mmap, "MADV_DONTFORK"):
-                self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write during DMA
+            self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write during DMA
             _touch_pages(self._flat)
         self._address = self._flat.data_ptr()
         self.locked = PAGE_LOCKS.lock(self._address, len(self))
@@ -90,7 +89,7 @@ class HostBuffer(mmap.mmap):
     def __del__(self) -> None:
         if self._address:
             PAGE_LOCKS.unlock(self._address)
-        if not self.private and self._process == os.getpid() and hasattr(mmap, "MADV_REMOVE"):
+        if not self.private and self._process == os.getpid():
             with contextlib.suppress(OSError):  # not every system can
                 self.madvise(mmap.MADV_REMOVE)  # otherwise forked children would keep the memory
 
@@ -144,8 +143,7 @@ class DiskBuffer(HostBuffer):
                 f"({os.strerror(number)}); needed a file system whose files can be mapped, and "
                 "enough maps (sysctl vm.max_map_count)",
             )
-        if hasattr(mmap, "MADV_SEQUENTIAL"):
-            made.madvise(mmap.MADV_SEQUENTIAL)  # reading all of it is twice as fast
+        made.madvise(mmap.MADV_SEQUENTIAL)  # reading all of it is twice as fast
         at_fork(made)
         return made
 
@@ -308,11 +306,8 @@ class HostBudget:
 
 @functools.cache
 def _libc(name: str, result: Any = ctypes.c_int) -> Any:
-    """A function of the C library, called without the GIL; returns -1 if it is missing."""
-    try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (AttributeError, OSError, TypeError):  # another system or C library
-        return lambda *_: -1
+    """A function of the GNU C library, called without the GIL."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), name)
     found.restype = result
     return found
 
