@@ -60,11 +60,6 @@ class Budget:
         """Record the peak device memory of a chosen plan."""
         self._needed_bytes = max(self._needed_bytes, peak_bytes)
 
-    def holds(self, more_bytes: int, peak_bytes: int) -> bool:
-        """True if code with this peak fits, and if the largest plan fits with `more_bytes` in
-        addition."""
-        return max(self._needed_bytes + more_bytes, peak_bytes) <= self.size_bytes()
-
     def room(self, peak_bytes: int) -> int:
         """Device memory that both a plan with this peak and the largest plan leave free."""
         return self.size_bytes() - max(self._needed_bytes, peak_bytes)

@@ -79,6 +79,7 @@ class Chooser:
         self.wanted = WantedPlaces(setting.options)
         self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._chosen: dict[Schedule, _PlanChoice] = {}  # by the captured graph's stages
+        self.running: dict[Schedule, Schedule] = {}  # stages -> the stages that run for them
         self._stay_now = False  # do buckets stay in slots because memory allows it?
         self._no_stay = False  # did that run out of memory?
         self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
@@ -360,6 +361,7 @@ class Chooser:
     def forget(self) -> None:
         """Choose again, with the buckets where they are. No backward may be pending."""
         self._chosen.clear()
+        self.running.clear()
         self.wanted.forget()
 
     def find_gradients(self) -> bool:
@@ -377,8 +379,10 @@ class Chooser:
         return True
 
     def retain(self, stages: Collection[Schedule]) -> None:
-        """Forget the choices of all stages except these."""
-        self._chosen = {key: each for key, each in self._chosen.items() if key in stages}
-        kept = {each.stages for each in stages}
+        """Forget the choices of all stages except these, and those that run for them."""
+        self.running = {key: run for key, run in self.running.items() if key in stages}
+        every = {*stages, *self.running.values()}
+        self._chosen = {key: each for key, each in self._chosen.items() if key in every}
+        kept = {each.stages for each in every}
         self._planned = {key: each for key, each in self._planned.items() if key in kept}
         self._nearest = {key: each for key, each in self._nearest.items() if key in kept}

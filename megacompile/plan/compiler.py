@@ -50,7 +50,6 @@ class PassCompiler:
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
         self._last_resized: tuple[object, Values, Schedule] | None = None
-        self._run: dict[Schedule, Schedule] = {}  # stages -> the stages that run for them
         self._lowered = False  # is there code already?
         self._waits = False  # did uncompiled code run out of memory?
 
@@ -106,7 +105,7 @@ class PassCompiler:
             for fused in (True, False)
         ]
         beside = self.chooser.wanted.uncaptured_bytes()
-        return self.budget.holds(peaks[1] - peaks[0] + beside, peaks[1] + beside)
+        return peaks[1] - peaks[0] + beside <= self.budget.room(peaks[0])
 
     def choose(self, planned: Planned, placement: Placement, *, again: bool = False) -> Placement:
         """Make the choice that `plan` builds for buckets at `placement`; returns the placement that
@@ -161,13 +160,14 @@ class PassCompiler:
     def _as_run(self, planned: Planned, placement: Placement) -> Schedule:
         """The stages that run for these: the stages themselves or, if they are short and everything
         fits, one for all of them. This is fixed once a backward is planned."""
-        if (stages := planned.stages) in self._run:
-            return self._run[stages]
+        stages, running = planned.stages, self.chooser.running
+        if stages in running:
+            return running[stages]
         schedule = self._differentiated(planned)
         if schedule.backward is None:
             return stages
         self.chooser.choose(planned, schedule, placement)
-        self._run[stages] = stages
+        running[stages] = stages
         if self.chooser.may_merge(stages, placement):
             try:
                 whole = self.pipeline.partition(planned.capture, whole=True)
@@ -178,8 +178,8 @@ class PassCompiler:
             except (UnsupportedGraphError, compat.UntraceableSymbols):
                 return stages
             if self.chooser.merge(stages, merged, schedule, placement):
-                self._run[stages] = whole
-        return self._run[stages]
+                running[stages] = whole
+        return running[stages]
 
     def _differentiated(self, planned: Planned) -> Schedule:
         """The schedule before the choice; cached, because `plan` follows `choose`."""
@@ -202,22 +202,8 @@ class PassCompiler:
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget the code and plans of all but these captured stages and schedules."""
         self._last = self._last_resized = None
-        self._run = {key: run for key, run in self._run.items() if key in stages}
         self.pipeline.retain(schedules)
-        self.chooser.retain([*stages, *self._run.values()])
-
-    def replan(self) -> None:
-        """Choose again, with the buckets where they are. No backward may be pending."""
-        self._run.clear()
-        self.chooser.forget()
-
-    def find_gradients(self) -> bool:
-        """Expect forwards to start with gradients on the device. True if plans are chosen again for
-        that. No backward may be pending."""
-        again = self.chooser.find_gradients()
-        if again:
-            self._run.clear()
-        return again
+        self.chooser.retain(stages)
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; describes the change, or returns "" if nothing

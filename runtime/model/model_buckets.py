@@ -211,7 +211,7 @@ class ModelBuckets:
             if moving and why:
                 self.ddp.say(why)
                 self.plans.note(stays=why)  # from now on
-                self.plans.compiler.replan()
+                self.plans.compiler.chooser.forget()
                 self.plans.expire()
             else:
                 warn_of_aliases(self.model, self._aliased(moving), self)
@@ -317,7 +317,7 @@ class ModelBuckets:
             and self.machine.gradients.on_device()
         ):
             self.plans.note(accumulates=True)
-            if self.plans.compiler.find_gradients():
+            if self.plans.compiler.chooser.find_gradients():
                 self.plans.expire()
         self.move_if_wanted()
 

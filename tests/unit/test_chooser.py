@@ -65,7 +65,7 @@ def test_buckets_go_where_the_plan_wants_them_once() -> None:
     assert found.choice.places.resident, "all of it fits"
     assert schedule.plan.resident == found.choice.places.resident
     assert made.plans.placement == Placement(found.choice.places)
-    made.compiler.replan()
+    made.compiler.chooser.forget()
     assert made.schedule().plan == schedule.plan and sought(made) is found, "nothing is sought anew"
 
 
@@ -120,15 +120,14 @@ def test_less_is_nine_tenths_of_what_was_needed_and_never_less_than_the_smallest
     assert made.compiler.step_down() == "" and budget.size_bytes() == GIB, "nothing was planned"
     peaks, placements = list[int](), list[Any]()
     while True:
-        made.compiler.replan()
+        made.compiler.chooser.forget()
         schedule = made.schedule()
         cost = made.compiler.setting.cost()
         peaks.append(device_memory([schedule], optimizer=cost).peak.total_bytes)
         placements.append(made.plans.placement.places.resident)
         before = budget.size_bytes()
         more = before - peaks[-1]  # than is planned, for code that is not fused
-        assert budget.holds(more, before) and not budget.holds(more + 1, before)
-        assert not budget.holds(0, before + 1)
+        assert budget.room(0) == budget.room(peaks[-1]) == more and budget.room(before + 1) == -1
         assert peaks[-1] <= before and len(peaks) < 50
         if not made.compiler.step_down():
             break
