@@ -45,7 +45,7 @@ def _row(args: argparse.Namespace, experts: int, hardware: Hardware) -> dict[str
     offsets = torch.arange(each, args.rows + 1, each, device="cuda", dtype=torch.int32)
     flops = 2 * args.rows * args.width * inner
     size = 2 * (args.rows * (args.width + inner) + weight.numel())
-    predicted = Kernel("grouped_mm", KernelBound.PRODUCT, flops, size, itemsize=2).seconds(hardware)
+    predicted = Kernel(KernelBound.PRODUCT, flops, size, itemsize=2).seconds(hardware)
     grouped = _times(lambda: functional.grouped_mm(x, weight, offs=offsets), x, weight)
     dense = _times(lambda: x @ single, x, single)
     return {

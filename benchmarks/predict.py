@@ -94,14 +94,18 @@ def _row(
     peak = device_memory(schedule, optimizer=optimizer).peak
     host = sum(host_memory(schedule, optimizer).values())
     if show:
-        print(f"{case.name}, {case.text}\n{timeline}\n{peak}\n", flush=True)
+        print(f"{case.name}, {case.text}\n{timeline}", flush=True)
+        for kind, size in peak.live_bytes.items():
+            print(
+                f"  {kind.value}: {size / 2**30:.2f} GiB at {peak.graph} {peak.label}", flush=True
+            )
     found = {"s": timeline.step_s, "peak GiB": peak.total_bytes / 2**30, "host GiB": host / 2**30}
     row: dict[str, object] = {
         "case": case.name,
         "model": f"{case.layers} layers, {count / 1e9:.2f} B",
         "tokens": f"{case.batch}x{case.length}",
         "cap GiB": "" if case.cap_gib is None else f"{case.cap_gib:g}",
-        "bound by": timeline.bound.value,
+        "bound by": max(timeline.critical_s, key=timeline.critical_s.__getitem__).value,
         "planned in s": f"{planned_s:.1f}",
     }
     for name, value in found.items():

@@ -62,7 +62,6 @@ class KernelBound(Enum):
 class Kernel:
     """One launch: operations, bytes read and written."""
 
-    name: str  # of its last node
     kind: KernelBound
     flops: int
     size_bytes: int
@@ -245,7 +244,7 @@ class _Walk:
             kind = KernelBound.PRODUCT
         elif self.fused:
             reached = min(reached_in_columns(op.node) for op in group)
-        return Kernel(last.node.name, kind, last.flops, moved, itemsize_of(last.node), reached)
+        return Kernel(kind, last.flops, moved, itemsize_of(last.node), reached)
 
     def _groups(self) -> list[list[_Op]]:
         """Groups of realized nodes that share a kernel, in the order of their last node."""

@@ -25,7 +25,6 @@ from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.values import elsewhere, left_by_backward, memory
-from megacompile.text import format_bytes
 
 
 class MemoryKind(enum.Enum):
@@ -56,11 +55,6 @@ class MemoryMoment:
     @property
     def total_bytes(self) -> int:
         return sum(self.live_bytes.values())
-
-    def __str__(self) -> str:
-        held = sorted(self.live_bytes.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{kind.value} {format_bytes(size)}" for kind, size in held if size)
-        return f"{format_bytes(self.total_bytes)} at {self.graph} {self.label}: {parts}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,23 +90,22 @@ def _kernels(piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
     for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
         if kind is not Result.CUT and _sum_bytes(meta) > meta.size_bytes:
             moved = _sum_bytes(meta) + meta.size_bytes
-            yield Kernel(f"{piece.__name__}_rounded", KernelBound.MEMORY, 0, moved, itemsize=4)
+            yield Kernel(KernelBound.MEMORY, 0, moved, itemsize=4)
 
 
 def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
     """Kernels of the loop over tiles: copies into the whole result, and sums."""
     made = iter(ops.returned(tile.module.graph))
     for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
-        name = f"{piece.__name__}_{kind.value}"
         if kind is Result.PRODUCT:
             (a,), (b,) = tensors_of(next(made)), tensors_of(next(made))
             moved = bytes_of([a, b]) + (1 if first else 2) * _sum_bytes(meta)
             flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
-            yield Kernel(name, KernelBound.PRODUCT, flops, moved, a.dtype.itemsize)
+            yield Kernel(KernelBound.PRODUCT, flops, moved, a.dtype.itemsize)
             continue
         size = bytes_of(tensors_of(next(made)))
         moved = 2 * size if first or kind is Result.CUT else 3 * size
-        yield Kernel(name, KernelBound.MEMORY, 0, moved, itemsize=4)
+        yield Kernel(KernelBound.MEMORY, 0, moved, itemsize=4)
 
 
 def _sum_bytes(meta: TensorMeta) -> int:

@@ -331,11 +331,6 @@ class Prediction:
         spans = ((e.start_s, e.stop_s) for e in self.events if e.stream is stream)
         return sum(max(0.0, min(stop, stop_s) - max(start, start_s)) for start, stop in spans)
 
-    @property
-    def bound(self) -> Stream:
-        """The stream that the step waits for the longest."""
-        return max(Stream, key=lambda stream: self.critical_s.get(stream, 0.0))
-
 
 def simulate(
     schedule: Schedule | Sequence[Schedule],
