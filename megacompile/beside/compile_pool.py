@@ -3,9 +3,9 @@
 Inductor compiles the graphs of a process one by one. Here several processes compile a graph each,
 and this process loads each result from the caches in tens of milliseconds.
 
-    compiling   this process needs the code now: it compiles graphs that no worker has started, and
-                waits for the others
-    submit      this process continues with other work until all graphs are in the caches
+    with submit(...)   this process needs the code now: it compiles graphs that no worker has
+                       started, and waits for the others
+    submit(...)        this process continues with other work until all graphs are in the caches
 
 Workers start while a model is captured, because importing torch takes seconds. They load no
 kernels, so they take no device memory and tune nothing, and end when they have been idle. This
@@ -16,7 +16,6 @@ MEGACOMPILE_COMPILE_PROCESSES sets their number; by default some with a GPU and 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pickle
@@ -25,10 +24,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import fx
@@ -51,8 +50,6 @@ _MANY = 8  # graphs; no process is started for fewer
 _IDLE_S = 20.0  # a process ends this long after the last graph
 _READY = "ready"  # the answer of a process that is ready for the next job
 
-Take = Callable[[fx.GraphModule], None]
-
 
 class GraphToCompile(NamedTuple):
     part: fx.GraphModule  # the template's graph that needs the code
@@ -72,12 +69,13 @@ class CompileJob(NamedTuple):
 
 
 class Jobs:
-    """Graphs submitted to a pool."""
+    """Graphs submitted to a pool; a context withdraws those that no process has started."""
 
-    def __init__(self, pool: CompilePool) -> None:
+    def __init__(self, pool: CompilePool | None) -> None:
         self.pool = pool
         self.futures: dict[fx.GraphModule, Future[None]] = {}  # by `GraphToCompile.part`
-        self._until_s = time.monotonic() + pool.patience_s
+        self.patience_s = _PATIENCE_S if pool is None else pool.patience_s
+        self._until_s = time.monotonic() + self.patience_s
 
     def take(self, part: fx.GraphModule) -> None:
         """Wait for a worker that has started compiling a graph; otherwise withdraw it. Called
@@ -86,20 +84,22 @@ class Jobs:
         if future is None or future.cancel():
             return
         try:
-            error = future.exception(self.pool.patience_s)
+            error = future.exception(self.patience_s)
         except TimeoutError:
-            error = TimeoutError(f"it takes more than {self.pool.patience_s:g} s")
+            error = TimeoutError(f"it takes more than {self.patience_s:g} s")
         if error is not None:
             log.logger("compile").info("no process compiled a graph: %s", error)
 
     def done(self) -> bool:
         """True if every graph has been compiled or has failed."""
-        if all(future.done() for future in self.futures.values()):
+        if self.pool is None or all(future.done() for future in self.futures.values()):
             return True
         return self.pool.is_over or time.monotonic() > self._until_s
 
-    def withdraw(self) -> None:
-        """Cancel the graphs that no process has started."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         for future in self.futures.values():
             future.cancel()
 
@@ -295,29 +295,13 @@ def stop() -> None:
         _pool = None
 
 
-@contextlib.contextmanager
-def compiling(
-    graphs: Callable[[], Iterable[GraphToCompile]], count: int, device: torch.device
-) -> Iterator[Take]:
-    """A context in which worker processes compile `count` graphs for a device. Starts processes for
-    many graphs if there are none. Yields `Jobs.take`."""
-    jobs = submit(graphs, device, count=count)
-    if jobs is None:
-        yield lambda part: None
-        return
-    try:
-        yield jobs.take
-    finally:
-        jobs.withdraw()
-
-
 def submit(
     graphs: Callable[[], Iterable[GraphToCompile]], device: torch.device, *, count: int = _MANY
-) -> Jobs | None:
-    """Compile graphs in worker processes in the background; None if there are none. Starts
+) -> Jobs:
+    """Compile `count` graphs in worker processes in the background, if there are any. Starts
     processes for many graphs."""
     if not compat.compiles_in_processes():
-        return None
+        return Jobs(None)
     if count >= _MANY:
         start(device)
-    return None if _pool is None or _pool.is_over else _pool.submit(graphs())
+    return Jobs(None) if _pool is None or _pool.is_over else _pool.submit(graphs())

@@ -61,11 +61,11 @@ def lower(
     wanted = to_come.without(wanted, waits=waits)
     others = functools.partial(_graphs, wanted[:-1])  # this process takes the largest
     wanted = [*wanted[-1:], *wanted[:-1]]
-    pool = compile_pool.compiling(others, len(wanted), to_come.device)
+    submitted = compile_pool.submit(others, to_come.device, count=len(wanted))
     show = progress if wanted else False  # a bar would flicker
-    with pool as take, bar("compiling stages", len(wanted), show) as step:
+    with submitted as jobs, bar("compiling stages", len(wanted), show) as step:
         for template, code in wanted:
-            template.code[code] = _compiled(template.graphs[code], take)
+            template.code[code] = _compiled(template.graphs[code], jobs)
             step(1)
     return schedule
 
@@ -79,7 +79,7 @@ class CodeToCome:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._batches: list[tuple[compile_pool.Jobs | None, list[Wanted]]] = []
+        self._batches: list[tuple[compile_pool.Jobs, list[Wanted]]] = []
         self._loaded: dict[Wanted, LoweredFn] = {}
         self._uncompiled: dict[int, Template] = {}  # by the id of its code, shared by copies
         self._failed: set[int] = set()  # templates that stay uncompiled
@@ -99,22 +99,22 @@ class CodeToCome:
             must_wait = waits or (template.random and template.code)
             must_wait = must_wait or not _runs_uncompiled(template)
             (now if must_wait and not is_uncompiled else later).append((template, code))
-        graphs = functools.partial(_graphs, later)
-        jobs = compile_pool.submit(graphs, self.device) if later else None
-        if jobs is None and not any(id(t.code) in self._uncompiled for t, _ in later):
+        if not later:
+            return now
+        jobs = compile_pool.submit(functools.partial(_graphs, later), self.device)
+        if not jobs.futures and not any(id(t.code) in self._uncompiled for t, _ in later):
             return list(wanted)
         for template, code in later:
             template.code[code] = _lowered(template.graphs[code], uncompiled)
             self._uncompiled[id(template.code)] = template
         self._batches.append((jobs, later))
-        if later:
-            text = "%d graphs compile in the background; training runs them uncompiled until then"
-            log.logger("compile").info(text, len(later))
+        text = "%d graphs compile in the background; training runs them uncompiled until then"
+        log.logger("compile").info(text, len(later))
         return now
 
     def is_ready(self) -> bool:
         """True if all compilable code of a schedule is compiled."""
-        return bool(self._batches) and all(jobs is None or jobs.done() for jobs, _ in self._batches)
+        return bool(self._batches) and all(jobs.done() for jobs, _ in self._batches)
 
     def load(self, patience_s: float = math.inf) -> bool:
         """Load code within a time limit, waiting for unfinished compilation; True if all is loaded.
@@ -125,9 +125,8 @@ class CodeToCome:
                 if time.monotonic() >= end_s:
                     return False
                 template, code = wanted.pop()
-                take: compile_pool.Take = (lambda part: None) if jobs is None else jobs.take
                 try:
-                    self._loaded[template, code] = _compiled(template.graphs[code], take)
+                    self._loaded[template, code] = _compiled(template.graphs[code], jobs)
                 except Exception as error:  # from Inductor
                     log.logger("compile").warning("a stage stays uncompiled: %s", error)
                     self._failed.add(id(template.code))
@@ -153,10 +152,10 @@ def _graphs(wanted: Sequence[Wanted]) -> Iterator[compile_pool.GraphToCompile]:
             yield compile_pool.GraphToCompile(part, graph, values)
 
 
-def _compiled(module: fx.GraphModule, take: compile_pool.Take) -> LoweredFn:
-    """Lower a template's graph; `take` is called before this process compiles a part of it."""
+def _compiled(module: fx.GraphModule, jobs: compile_pool.Jobs) -> LoweredFn:
+    """Lower a template's graph, unless a process compiles a part of it: then wait for that."""
     for part in _parts(module):
-        take(part)
+        jobs.take(part)
     return _lowered(module, _function)
 
 

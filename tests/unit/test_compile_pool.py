@@ -119,9 +119,9 @@ def test_what_no_process_has_begun_is_withdrawn(children: Run) -> None:
     pool = CompilePool(1, None, 1)
     first, second = graph(), graph()
     jobs = pool.submit([first, second])
-    jobs.take(first.part)
-    assert not jobs.done() and not pool.is_over
-    jobs.withdraw()
+    with jobs:
+        jobs.take(first.part)
+        assert not jobs.done() and not pool.is_over
     assert jobs.done()
     pool.stop()
 
@@ -176,20 +176,20 @@ def test_they_end_with_an_error_and_are_kept_for_later_programs(
     monkeypatch.setenv(compile_pool.VARIABLE, "2")
     layer = nn.Linear(2, 2)
     started()
-    with pytest.raises(KeyboardInterrupt), compile_pool.compiling(lambda: [graph()], 1, CPU):
+    with pytest.raises(KeyboardInterrupt), compile_pool.submit(lambda: [graph()], CPU, count=1):
         raise KeyboardInterrupt
     with monkeypatch.context() as planted, pytest.raises(MemoryError):
         planted.setattr(torch, "empty", exhausted)
         megacompile(layer, device="cpu", lowering="inductor")
     assert alive() == [], "a model that is refused leaves none behind"
     started()
-    assert compile_pool.submit(lambda: [graph()], CPU) is not None
+    assert compile_pool.submit(lambda: [graph()], CPU).futures
     assert len(kept := alive()) == 2
-    with compile_pool.compiling(lambda: [graph()], 1, CPU) as take:
-        take(graph().part)  # nobody was asked for it
+    with compile_pool.submit(lambda: [graph()], CPU, count=1) as jobs:
+        jobs.take(graph().part)  # nobody was asked for it
     assert alive() == kept
     with torch._inductor.config.patch(max_autotune=True):  # kernels are timed, on the device
-        assert compile_pool.submit(lambda: [graph()], CPU) is None
+        assert not compile_pool.submit(lambda: [graph()], CPU).futures
 
 
 def test_they_are_started_for_many_graphs_and_end_when_idle(
@@ -197,14 +197,14 @@ def test_they_are_started_for_many_graphs_and_end_when_idle(
 ) -> None:
     children("echo ready; exec sleep 100")
     monkeypatch.setenv(compile_pool.VARIABLE, "2")
-    with compile_pool.compiling(lambda: [], 7, CPU):
+    with compile_pool.submit(lambda: [], CPU, count=7):
         assert alive() == []
     with (
         torch._inductor.config.patch(max_autotune=True),
-        compile_pool.compiling(lambda: [], 8, CPU),
+        compile_pool.submit(lambda: [], CPU, count=8),
     ):
         assert alive() == []
-    with compile_pool.compiling(lambda: [], 8, CPU):
+    with compile_pool.submit(lambda: [], CPU, count=8):
         assert len(alive()) == 2
     compile_pool.stop()
     CompilePool(2, None, 1, idle_s=0.1).submit([])
@@ -230,7 +230,7 @@ def test_as_many_are_started_as_somebody_asks_for(
     compile_pool.stop()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     compile_pool.start(CPU)
-    assert compile_pool.submit(lambda: [graph()], CPU) is None
+    assert not compile_pool.submit(lambda: [graph()], CPU).futures
     for value in ("many", "-1", "2.5"):
         monkeypatch.setenv(compile_pool.VARIABLE, value)
         with pytest.raises(OptionError):
