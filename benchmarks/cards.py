@@ -39,6 +39,7 @@ MODELS = {
     "120.3 B": "120b",
 }
 CARDS = ("3060", "3080", "3090", "4090", "5090", "a100-40gb", "a100", "h100", "h200", "gh200")
+ONE_MEMORY = ("gb10", "strix-halo")
 HOSTS_GIB = (32, 64, 128, 256, 512, 1500)
 BATCH, LENGTH = 8, 1024
 PAGE = Path("docs/cards.md")
@@ -105,8 +106,9 @@ def table(name: str) -> Iterator[str]:
     planners = [Planner(name, mode) for mode in MODES]
     yield "| GPU | " + " | ".join(map(str, HOSTS_GIB)) + " |"
     yield "|---|" + "---|" * len(HOSTS_GIB)
-    sizes = [gib * 2**30 for gib in reversed(HOSTS_GIB)]
-    for card in CARDS:
+    for card in (*CARDS, *ONE_MEMORY):
+        one = card in ONE_MEMORY
+        sizes: list[int | None] = [None] if one else [gib * 2**30 for gib in reversed(HOSTS_GIB)]
         found = ["-"] * len(sizes)
         for planner in planners:
             rates_of = planner.over(card, sizes)
@@ -114,7 +116,8 @@ def table(name: str) -> Iterator[str]:
                 f"{rate:,.0f}{planner.mode.mark}" if rate and cell == "-" else cell
                 for rate, cell in zip(rates_of, found, strict=True)
             ]
-        yield f"| {GPUS[card].name.removeprefix('NVIDIA ')} | " + " | ".join(found[::-1]) + " |"
+        cells = [f"{found[0]} (128 GB in all)", *[""] * 5] if one else found[::-1]
+        yield f"| {GPUS[card].name.removeprefix('NVIDIA ')} | " + " | ".join(cells) + " |"
 
 
 class Planner:
@@ -134,27 +137,28 @@ class Planner:
             hardware=GPUS["h200"],
         )
 
-    def over(self, card: str, sizes: list[int]) -> list[float | None]:
-        """Tokens a second with each size of host memory, the largest first; None where the model
-        does not fit."""
+    def over(self, card: str, sizes: list[int | None]) -> list[float | None]:
+        """Tokens a second with each size of host memory, the largest first (None: the machine's
+        own); None where the model does not fit."""
         rates: list[float | None] = []
         needed: float = float("inf")
         for size in sizes:
             if rates and rates[-1] is None:
                 rates.append(None)  # nor does it fit with less
-            elif rates and needed <= size:
+            elif rates and size is not None and needed <= size:
                 rates.append(rates[-1])  # the same plan
             else:
                 rate, needed = self.plan(GPUS[card], size)
                 rates.append(rate)
         return rates
 
-    def plan(self, machine: Hardware, host_bytes: int) -> tuple[float | None, float]:
+    def plan(self, machine: Hardware, host_bytes: int | None) -> tuple[float | None, float]:
         """Tokens a second and the host memory needed, in bytes."""
         assert self.target.tokens is not None
-        machine = machine.replace(host_bytes=host_bytes)
+        if host_bytes is not None:
+            machine = machine.replace(host_bytes=host_bytes)
         budget = Setting(self.options, machine).free_bytes()
-        if too_small(self.rows(budget), host_bytes):
+        if host_bytes is not None and too_small(self.rows(budget), host_bytes):
             return None, float("inf")
         first = self.programs[0].compiler
         other = first.other(
@@ -179,13 +183,14 @@ class Planner:
 def rates() -> list[str]:
     """The assumed rates of each machine."""
     lines = [_RATES]
-    for name in CARDS:
+    for name in (*CARDS, *ONE_MEMORY):
         m = GPUS[name]
-        cells = (m.matmul_tflop_s, m.memory_gb_s, m.h2d_gb_s, m.host_memory_gb_s)
+        link = "none" if m.unified else f"{m.h2d_gb_s:.0f}"
+        cells = (m.matmul_tflop_s, m.memory_gb_s)
         lines.append(
             f"| {m.name.removeprefix('NVIDIA ')} | {format_bytes(m.device_bytes or 0)} | "
             + " | ".join(f"{cell:,.0f}" for cell in cells)
-            + " |"
+            + f" | {link} | {m.host_memory_gb_s:.0f} |"
         )
     return [*lines, ""]
 

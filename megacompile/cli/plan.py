@@ -57,6 +57,9 @@ def plan(args: argparse.Namespace) -> int:
     if tried := lacks > 0 and not why_not:
         needed = short(DEVICE, now.device.peak.total_bytes, compiler.budget.size_bytes())
         why_not = (f"{needed}: {TRIED}", SMALLER, more({DEVICE: lacks}))
+    if why_not and hardware.unified:
+        both = now.device.peak.total_bytes + sum(now.host().values())
+        why_not = short("memory", both, compiler.budget.size_bytes()), SMALLER
     explained = Explanation.of(
         now,
         model=target.name,
@@ -98,6 +101,8 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     if args.host_memory == 0:
         raise OptionError("--host-memory: got 0; needed a positive size, such as 64GiB")
     found = known(args.gpu)
+    if found.unified:
+        return _unified(args, found)
     if args.link is not None:
         name = f"{found.name} with a link of {args.link:g} GB/s"
         found = found.with_link(args.link).replace(name=name)
@@ -113,6 +118,21 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     if args.interconnect is not None:
         found = found.with_interconnect(args.interconnect)
     return found if args.network is None else found.replace(network_gb_s=args.network)
+
+
+def _unified(args: argparse.Namespace, machine: Hardware) -> Hardware:
+    """A machine with one memory, of the size of --host-memory."""
+    given = vars(args) | {"gpus": args.gpus if args.gpus > 1 else None}
+    refused = ("gpus", "link", "page_locked", "disk")
+    if names := [f"--{name.replace('_', '-')}" for name in refused if given[name] is not None]:
+        raise OptionError(
+            f"{', '.join(names)}: {machine.name} has one memory, and nothing is copied; needed "
+            "--host-memory or --gpu-memory alone"
+        )
+    if args.host_memory is None:
+        return machine
+    size_bytes = _bytes("--host-memory", args.host_memory, machine.device_bytes)
+    return machine.replace(device_bytes=size_bytes)
 
 
 def _bytes(name: str, size: float, total_bytes: int | None) -> int:
@@ -201,6 +221,8 @@ def _schedules(programs: list[AbstractProgram]) -> tuple[list[Schedule], tuple[s
 def _first_too_small(target: Target, options: Options, now: Scenario) -> tuple[str, ...]:
     """The error of `megacompile()` before any plan, if the parameters do not fit on the host, where
     all of them start; with the memory that would be enough."""
+    if now.hardware.unified:
+        return ()
     device_bytes = options.gpu_memory or now.hardware.device_bytes or 0
     rows = host_rows(target.model, options, device_bytes)
     if now.host_bytes is None or not (found := too_small(rows, now.host_bytes)):

@@ -46,6 +46,7 @@ class Hardware:
     collective_s: float = 0.0  # per collective, regardless of its size
     gathers_over_pcie: float = 0.0  # 1.0: collectives use the link to the host, in both directions
     network_gb_s: float | None = None  # that one rank receives in sums over replicas
+    unified: bool = False  # True: `device_bytes` are the machine's only memory, the host's too
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -188,6 +189,19 @@ def _of_sheet(
     ).with_interconnect(gather)
 
 
+def _unified(
+    name: str,
+    memory_gb_s: float,
+    bf16_tflop_s: float,
+    fp32_tflop_s: float,
+    fp8_tflop_s: float | None = None,
+) -> Hardware:
+    """A machine of 128 GB with one memory, in which nothing needs a copy."""
+    rates = (memory_gb_s, bf16_tflop_s, fp32_tflop_s, memory_gb_s / 2, memory_gb_s)
+    found = _of_sheet(name, 120 * 10**9, *rates, fp8_tflop_s=fp8_tflop_s)
+    return replace(found, host_bytes=0, unified=True)
+
+
 # Not measured. NVIDIA's data sheets: H100 SXM5 (989 TFLOP/s dense bf16, 3.35 TB/s), A100 SXM4 (312;
 # 2.04 TB/s with 80 GB, 1.56 with 40), and the Blackwell (RTX 5090), Ada (RTX 4090) and Ampere (RTX
 # 3090, 3080, 3060) architecture papers, whose bf16 figures with fp32 accumulation are 210, 165, 71,
@@ -198,7 +212,9 @@ def _of_sheet(
 # that torch reports, slightly below the sheet's.
 #
 # The GPU of a GH200 reads Grace's 480 GB of LPDDR5X (512 GB/s, at 80 %) over 450 GB/s per
-# direction.
+# direction. A GB10 (DGX Spark; 273 GB/s, 125 TFLOP/s bf16: an eighth of its sparse fp4) and a Strix
+# Halo (Ryzen AI Max+ 395; 256 GB/s, 59 TFLOP/s) have 128 GB for the CPU and the GPU together, of
+# which the system keeps 8.
 GPUS = {
     "h200": H200,
     "h100": _of_sheet(
@@ -230,6 +246,8 @@ GPUS = {
     "3090": _of_sheet("NVIDIA GeForce RTX 3090", 24080 * 2**20, 936.0, 71.2, 35.6, 31.5, 41.0),
     "3080": _of_sheet("NVIDIA GeForce RTX 3080", 9980 * 2**20, 760.0, 59.5, 29.8, 31.5, 41.0),
     "3060": _of_sheet("NVIDIA GeForce RTX 3060", 12040 * 2**20, 360.0, 25.5, 12.7, 31.5, 41.0),
+    "gb10": _unified("NVIDIA GB10", 273.0, 125.0, 31.0, fp8_tflop_s=250.0),
+    "strix-halo": _unified("AMD Strix Halo", 256.0, 59.4, 14.8),
 }
 NAMES = (*GPUS, "this")
 

@@ -246,7 +246,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
 
 # The cache, so that each machine is measured once.
 
-_FORMAT = 9  # of the file; raised when fields or their meaning change
+_FORMAT = 8  # of the file; raised when fields or their meaning change
 _DISK_FORMAT = 3
 
 _Rates = TypeVar("_Rates", Hardware, DiskRates)

@@ -128,6 +128,10 @@ class Schedule:
         """A unified diff of this schedule's Python and that of `other`; "" if they are equal."""
         return str(VIEWS["diff"](self, other))
 
+    def to_networkx(self) -> Any:
+        """A `networkx.MultiDiGraph`: ops as nodes, with a `kind` on each edge."""
+        return VIEWS["to_networkx"](self)
+
     def __str__(self) -> str:
         return self.code()
 

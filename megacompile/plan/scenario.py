@@ -178,7 +178,7 @@ def changes(
     found = [plan(name, replace(options, **changed)) for name, changed in tried.items()]
     twice = 2 * compiler.budget.size_bytes()
     found.append(plan("twice the device memory", options, device_bytes=twice))
-    if host := compiler.setting.host_budget_bytes():
+    if host := compiler.setting.host_budget_bytes():  # 0: the device's is the only memory
         more = options
         if options.host_memory is not None:
             more = replace(options, host_memory=max(options.host_memory, 2 * host))

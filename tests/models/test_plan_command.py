@@ -180,6 +180,17 @@ def test_tiles(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kept, 2 tiles" in out and "4 x 64 tokens a step" in out
 
 
+def test_a_machine_with_one_memory_copies_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    one = (WORDS, "--batch", "2", "--seq", "16", "--gpu", "gb10")
+    plan = answer(capsys, *one, "--changes")["plan"]
+    assert (plan["host"]["needed_bytes"], plan["hardware"]) == (0, "NVIDIA GB10")
+    changes = {change["name"] for change in plan["changes"]}
+    assert "twice the device memory" in changes and "twice the host memory" not in changes
+    assert {s["stream"]: s["predicted_s"] for s in plan["streams"]}["h2d"] == 0
+    small = answer(capsys, *one, "--host-memory", "1MiB", code=1)
+    assert small["why_not"][0].startswith("memory: ") and not small["tried"]
+
+
 def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -> None:
     """Ranks exchange over it, unless another interconnect is given."""
     fast, slow = (answer(capsys, WORDS, *SMALL, *TIGHT, "--link", x)["plan"] for x in ("1", "0.1"))
@@ -245,7 +256,8 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
         (["TEXT"], "is no JSON with a model_type"),
         (["UNKNOWN"], "'qwen33'; nearest: qwen3, "),
         (["FOLDER"], "no such file"),
-        ([TOWER, "--host-memory=0GiB"], "--host-memory: got 0; needed a positive"),
+        ([TOWER, "--gpu=gb10", "--link=9", "--gpus=2"], "--gpus, --link: NVIDIA GB10 has one"),
+        ([TOWER, "--gpu=gb10", "--host-memory=0GiB"], "--host-memory: got 0; needed a positive"),
         ([TOWER, "--link=nan"], "needed a positive number"),
         ([TOWER, "--link=25GB"], "--link: invalid float value: '25GB'"),
         ([TOWER, "--page-locked=1.5"], "--page-locked: 1.5: "),

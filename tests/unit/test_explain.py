@@ -7,8 +7,10 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from torch import fx, nn
@@ -27,7 +29,7 @@ from megacompile.views import critical_path
 from megacompile.views.timeline import Run, Span, Timeline, describe, in_order, predicted_spans
 from tests.draws import drawn
 from tests.edits import find
-from tests.planned import EVERYTHING, built, rows
+from tests.planned import EVERYTHING, built, planned, rows
 from tests.zoo import Stack, scheduled
 
 WIDTH, TOKENS = 64, 32
@@ -349,3 +351,39 @@ def test_a_diff_has_the_lines_of_the_python_that_change() -> None:
     slots = (*before.slots, Slot(2, 128))
     found = before.diff(replace(before, plan=plan, slots=slots))
     assert "+# plan: there is room" in found and "3 slots of 640 B" in found
+
+
+def edges(graph: nx.MultiDiGraph, kind: str) -> set[tuple[str, str]]:
+    """By the labels of the ops."""
+    label = nx.get_node_attributes(graph, "label")
+    return {(label[a], label[b]) for a, b, data in graph.edges(data=True) if data["kind"] == kind}
+
+
+def test_tokens_are_edges_around_the_step_and_streams_of_the_update_have_no_order() -> None:
+    tokens = edges(planned("0F 1F 2F", inductor=True, device_update=0.4).to_networkx(), "token")
+    assert {("0OFFLOAD_STATE", "0PREFETCH@0"), ("2UPDATE", "2PREFETCH@2")} < tokens
+    assert {("0OFFLOAD_STATE", "0FETCH_STATE"), ("1OFFLOAD_GRAD", "1UPDATE")} < tokens
+    assert len(tokens) == 8
+    schedule = built(stages=3, helps=True)
+    graph = schedule.to_networkx()
+    assert not any(a.startswith("update") for a, b, kind in graph.edges if kind == "stream")
+    assert edges(graph, "names") == {(f"{i}UPDATE", "HELP_HOST") for i in range(3)}
+
+
+def test_nodes_and_edges_of_a_small_forward(tmp_path: Path) -> None:
+    graph = built(stages=3, training=False).to_networkx()
+    assert edges(graph, "data") >= {("0PREFETCH@0", "0F"), ("0F", "1F"), ("1F", "2F")}
+    assert edges(graph, "after") == {
+        ("BEGIN", "0PREFETCH@0"),
+        ("BEGIN", "1PREFETCH@1"),
+        ("0F", "2PREFETCH@0"),
+    }
+    assert ("0PREFETCH@0", "1PREFETCH@1") in edges(graph, "stream")
+    assert edges(graph, "boundary") == set()
+    (prefetch,) = [d for _, d in graph.nodes(data=True) if d["label"] == "2PREFETCH@0"]
+    of_it = {"op": "prefetch", "graph": "forward", "stream": "h2d", "stage": 2, "slot": 0}
+    assert (of_it | {"module": "unit 2", "bytes": 256}).items() <= prefetch.items()
+    nx.write_graphml(graph, tmp_path / "schedule.graphml")
+    again = nx.read_graphml(tmp_path / "schedule.graphml", force_multigraph=True)
+    assert set(again.nodes) == set(graph.nodes)
+    assert again.number_of_edges() == graph.number_of_edges()

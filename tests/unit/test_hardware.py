@@ -29,7 +29,7 @@ from megacompile.errors import OptionError
 from megacompile.host_memory import available_bytes, budget_bytes
 
 CPU = torch.device("cpu")
-MAY_BE_ZERO = ("name", "collective_s", "gathers_over_pcie")
+MAY_BE_ZERO = ("name", "collective_s", "gathers_over_pcie", "unified", "host_bytes")
 
 
 def check(found: Hardware, *unknown: str) -> None:
@@ -49,9 +49,9 @@ def test_known_machines_are_whole_and_may_be_changed() -> None:
     for name in (name for name in NAMES if name != "this"):
         found = rates.known(name)
         assert found == rates.known(name.upper())
-        old = name not in ("h100", "h200", "gh200", "4090", "5090")  # without fp8
+        old = name not in ("h100", "h200", "gh200", "4090", "5090", "gb10")  # without fp8
         of_host = ["locked_bytes", "network_gb_s"]  # a GPU does not say what that is
-        of_host += [] if name == "gh200" else ["host_bytes"]
+        of_host += [] if name == "gh200" or found.unified else ["host_bytes"]
         check(found, *of_host, *(["matmul8_tflop_s"] if old else []))
         assert found.matmul32_tflop_s < found.matmul_tflop_s
     changed = H200.replace(host_bytes=2**40, launch_s=0.0)
