@@ -35,23 +35,19 @@ from torch.utils._sympy.functions import Mod
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacompile.compat.graphs import copy_graph
-from megacompile.compat.operators import define_taking, taken_tensors
+from megacompile.compat.operators import define_operator, define_taking, taken_tensors
 from megacompile.compat.patches import replace
 from megacompile.compat.tensors import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 
 _AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks up `aot_autograd`
-_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
-_LIBRARY.define(
+_DRAW = define_operator(
     "bernoulli(Tensor like, float p) -> Tensor",
+    torch.bernoulli,
+    lambda like, p: like.new_empty(like.shape),
     tags=(torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides),
 )
-_LIBRARY.impl("bernoulli", torch.bernoulli, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "megacompile::bernoulli", lambda like, p: like.new_empty(like.shape), lib=_LIBRARY
-)
-
 _BIASED_BACKWARDS = (
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
@@ -208,7 +204,7 @@ def _with_draws_apart(module: fx.GraphModule, inputs: Tensors) -> fx.GraphModule
     graph = copy_graph(module.graph)
     for node in graph.find_nodes(op="call_function", target=_BERNOULLI):
         if not node.kwargs:  # no generator
-            node.target = torch.ops.megacompile.bernoulli.default
+            node.target = _DRAW
     return fx.GraphModule(module, graph)
 
 

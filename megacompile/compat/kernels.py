@@ -27,6 +27,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import register_op_impl
 from torch.nn import functional
 
+from megacompile.compat.operators import define_operator
+
 _KEY = DispatchKey.PreDispatch
 _KEYS = DispatchKeySet(_KEY)
 _AUTOCAST = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
@@ -150,7 +152,6 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:
 # torch cannot trace for all dtypes. So transformers shows Dynamo its `grouped_mm_fallback`, a loop
 # over experts. The operator here calls torch's function, opaque to traces: the same bits.
 
-_OPERATORS = torch.library.Library("megacompile", "FRAGMENT")
 _FALLBACK = "transformers::grouped_mm_fallback"
 
 
@@ -162,7 +163,7 @@ def eager_grouped_mm(target: Any, device: torch.device) -> Any:
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     if on_cuda and torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    return torch.ops.megacompile.grouped_mm.default
+    return _GROUPED_MM
 
 
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,34 +188,25 @@ def _shapes(gradient: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[
 
 
 def _backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    back = torch.ops.megacompile.grouped_mm_backward
-    return (*back(gradient, *context.saved_tensors), None)
+    return (*_GROUPED_MM_BACKWARD(gradient, *context.saved_tensors), None)
 
 
-def _define_grouped_mm() -> None:
-    product, back = "grouped_mm", "grouped_mm_backward"
-    arguments = "Tensor x, Tensor weight, Tensor offs"
-    _OPERATORS.define(f"{product}({arguments}) -> Tensor")
-    _OPERATORS.define(f"{back}(Tensor gradient, {arguments}) -> (Tensor, Tensor)")
-    kernels: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        product: (
-            lambda x, weight, offs: functional.grouped_mm(x, weight, offs=offs).contiguous(),
-            lambda x, weight, offs: x.new_empty((x.shape[0], weight.shape[-1])),
-        ),
-        back: (_gradients, _shapes),
-    }
-    for name, (kernel, fake) in kernels.items():
-        _OPERATORS.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"megacompile::{name}", fake, lib=_OPERATORS)
-    torch.library.register_autograd(
-        f"megacompile::{product}",
-        _backward,
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-        lib=_OPERATORS,
-    )
-
-
-_define_grouped_mm()
+_GROUPED_MM = define_operator(
+    "grouped_mm(Tensor x, Tensor weight, Tensor offs) -> Tensor",
+    lambda x, weight, offs: functional.grouped_mm(x, weight, offs=offs).contiguous(),
+    lambda x, weight, offs: x.new_empty((x.shape[0], weight.shape[-1])),
+)
+_GROUPED_MM_BACKWARD = define_operator(
+    "grouped_mm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor offs)"
+    " -> (Tensor, Tensor)",
+    _gradients,
+    _shapes,
+)
+torch.library.register_autograd(
+    _GROUPED_MM,
+    _backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 # --- matrix products that accumulate in a wider dtype

@@ -11,6 +11,26 @@ import torch
 from torch import fx
 from torch.utils import _pytree
 
+_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
+
+
+def define_operator(
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any] | None,
+    key: str = "CompositeExplicitAutograd",
+    *,
+    tags: Sequence[torch.Tag] = (),
+) -> Any:
+    """Define an operator of ours, which is returned, by its schema and its kernel for a dispatch
+    key. `fake` returns results without data; None if tracing decomposes the kernel."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, kernel, key)
+    if fake is not None:
+        torch.library.register_fake(f"megacompile::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.megacompile, name).default
+
 
 def operator_name(target: Any) -> str:
     """An ATen operator's name without its namespace and overload; "" for other targets."""
@@ -158,8 +178,6 @@ def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
         if not found:
             return None
     own = re.sub(r"\W+", "_", f"{target}_of_{'_and_'.join(names)}")
-    seeded = torch.Tag.nondeterministic_seeded
-    _LIBRARY.define(f"{own}({text}", tags=[seeded] if seeded in target.tags else [])
     items = [(item.name, item.name in names, item.kwarg_only) for item in schema.arguments]
 
     def run(number: Callable[[Any], Any], *given: Any) -> Any:
@@ -167,10 +185,11 @@ def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
         named = {name: v for v, (name, _, k) in zip(values, items, strict=True) if k}
         return target(*values[: len(values) - len(named)], **named)
 
-    _LIBRARY.impl(own, functools.partial(run, torch.Tensor.item), "CompositeExplicitAutograd")
     fake = functools.partial(run, lambda tensor: _LIKE[tensor.dtype])  # no shape depends on it
-    torch.library.register_fake(f"megacompile::{own}", fake, lib=_LIBRARY)
-    made = getattr(torch.ops.megacompile, own).default
+    tags = {torch.Tag.nondeterministic_seeded}.intersection(target.tags)
+    made = define_operator(
+        f"{own}({text}", functools.partial(run, torch.Tensor.item), fake, tags=[*tags]
+    )
     _TAKING[made] = target, names
     return made
 
@@ -189,7 +208,6 @@ def define_taking(name: str, names: tuple[str, ...]) -> None:
     taking_tensors(getattr(getattr(packets, packet), overload or "default"), names)
 
 
-_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _TAKING: dict[Any, tuple[Any, tuple[str, ...]]] = {}  # operator -> its `taking_tensors`
 _LIKE = {torch.float64: 0.5, torch.int64: 1, torch.bool: True}
 _DEFAULT = re.compile(r"=(\[[^]]*\]|[^,)]+)")
@@ -202,14 +220,14 @@ def _cudnn_batch_norm(x: Any, weight: Any, bias: Any, *others: Any) -> Any:
     return *normed(x, weight, bias, *new, training, momentum, eps), *new
 
 
-_LIBRARY.define(
-    "cudnn_batch_norm(Tensor x, Tensor weight, Tensor? bias, Tensor means, Tensor variances, "
-    "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.impl("cudnn_batch_norm", _cudnn_batch_norm, "CUDA")
-torch.library.register_fake("megacompile::cudnn_batch_norm", _cudnn_batch_norm, lib=_LIBRARY)
 # aten.cudnn_batch_norm, which changes its statistics, as an operator that returns new ones.
-CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default
+CUDNN_BATCH_NORM = define_operator(
+    "cudnn_batch_norm(Tensor x, Tensor weight, Tensor? bias, Tensor means, Tensor variances, "
+    "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _cudnn_batch_norm,
+    _cudnn_batch_norm,
+    "CUDA",
+)
 
 # The product of fp8 matrices, each with a scale.
 SCALED_MM = torch._scaled_mm

@@ -22,7 +22,7 @@ import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from megacompile import compat
 from megacompile.runtime.params.swap import Undos, replace
 
-_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _HERE = threading.local()  # `on`: True while this thread calls a model
 
 
@@ -127,36 +126,24 @@ def _backward_dropout(context: Any, gradient: Tensor, of_drawn: Any) -> tuple[Te
     return torch.ops.megacompile.draw_dropout_backward(gradient, drawn, context.rate), None
 
 
-def _define(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
-) -> None:
-    """Define an operator, with its kernel and its shapes."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=tags)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"megacompile::{name}", fake, lib=_LIBRARY)
-
-
-_define(
+compat.define_operator(
     "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
     "Device? device=None) -> Tensor",
     torch.linspace,
     lambda start, end, steps, **named: torch.empty(steps, **named),
 )
-_define(
+_DRAW_DROPOUT = compat.define_operator(
     "draw_dropout(Tensor x, Scalar rate) -> (Tensor, Tensor)",
     _draw,
     lambda x, rate: (torch.empty_like(x), _empty_drawn(x)),
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-_define(
+compat.define_operator(
     "draw_dropout_backward(Tensor gradient, Tensor drawn, Scalar rate) -> Tensor",
     _draw_backward,
     lambda gradient, drawn, rate: torch.empty_like(gradient),
 )
-torch.library.register_autograd(
-    "megacompile::draw_dropout", _backward_dropout, setup_context=_setup_dropout, lib=_LIBRARY
-)
+torch.library.register_autograd(_DRAW_DROPOUT, _backward_dropout, setup_context=_setup_dropout)
 
 
 # Products with 4-bit weights.
@@ -197,9 +184,7 @@ def _product(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., 
         return theirs(x, weight, state_class(**of_state, state2=nested), bias=bias)
 
     name = _PRODUCT + (f"_{len(_OURS)}" if _OURS else "")  # bitsandbytes, imported again
-    _LIBRARY.define(name + _SCHEMA)
-    _LIBRARY.impl(name, run, "CompositeImplicitAutograd")
-    operator = getattr(torch.ops.megacompile, name).default
+    operator = compat.define_operator(name + _SCHEMA, run, None, "CompositeImplicitAutograd")
 
     def matmul_4bit(
         A: Tensor,  # the parameter names of `theirs`
