@@ -102,9 +102,6 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
 CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}
 
-# The function that torch.nn.functional.cross_entropy calls.
-CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss
-
 # The calls that Dynamo writes for torch.vmap, from BEGIN to END; LOAD is needed once.
 VMAP_LOAD = predispatch.lazy_load_decompositions
 VMAP_BEGIN = predispatch._vmap_increment_nesting

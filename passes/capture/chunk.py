@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,10 @@ _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"} 
 }
 _PERMUTES = {"permute", torch.permute}
 _TRANSPOSES = {"transpose", torch.transpose, "swapaxes", torch.swapaxes, *_PERMUTES}
-_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-_LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {  # with the names of their arguments
-    F.cross_entropy: (*_LOSS, "label_smoothing"),
-    compat.CROSS_ENTROPY_LOSS: (
-        *("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
-    ),
-}
-_REDUCTIONS = {"mean": True, 1: True, "sum": False, 2: False}
+_LOSS = (  # the arguments of `F.cross_entropy`
+    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
+    "label_smoothing",
+)
 _EVERY_CLASS = slice(None), slice(0, None)
 
 
@@ -67,7 +63,7 @@ def chunk_head(
 ) -> Capture:
     """The capture with every possible head in chunks, changed in place; `values` are of its graph,
     and get a line on each loss. `chunk_bytes`: of logits per chunk."""
-    losses = [node for node in capture.module.graph.nodes if node.target in _LOSSES]
+    losses = capture.module.graph.find_nodes(op="call_function", target=F.cross_entropy)
     finder, reasons = _Finder(capture, values, chunk_bytes), values.reasons
     if not losses and head is Head.CHUNKED:
         reasons.append("no head: no cross_entropy was captured")
@@ -144,9 +140,9 @@ class _Finder:
 
     def find(self, loss: fx.Node) -> _Head:
         """The head of a loss; raises `_Whole` if it cannot be chunked."""
-        of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
+        of = self._bind(loss, _LOSS)
         reduction = self.literal(of.get("reduction", "mean"))
-        if reduction not in _REDUCTIONS or {of.get("size_average"), of.get("reduce")} != {None}:
+        if reduction not in ("mean", "sum") or {of.get("size_average"), of.get("reduce")} != {None}:
             raise _Whole(f"{loss} has reduction={reduction!r}, size_average or reduce")
         chain, linear = self._walk(loss, of["input"])
         parts = self._bind(linear, ("input", "weight", "bias"))
@@ -158,7 +154,7 @@ class _Finder:
         options = {
             "ignore_index": int(self.literal(of.get("ignore_index", -100))),
             "label_smoothing": float(self.literal(of.get("label_smoothing", 0.0))),
-            "mean": _REDUCTIONS[reduction],
+            "mean": reduction == "mean",
             "chunk_rows": rows_of_a_chunk(known, row_bytes, self.limit_bytes),
             "dtype": self.meta(loss).dtype,
         }

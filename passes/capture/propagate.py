@@ -36,7 +36,6 @@ class Values:
     # value created without requires_grad -> the in-place change that set it
     requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
     symbols: Symbols | None = None  # of the captured graph, if it has any
-    conditions: list[Any] = field(default_factory=list)  # relations that passes rely on
     reasons: list[str] = field(default_factory=list)  # lines of passes, for the plan
 
     def is_constant(self, node: fx.Node) -> bool:
@@ -68,10 +67,8 @@ class Values:
 
     def require(self, conditions: Iterable[Any]) -> None:
         """Restrict the values to those for which these relations of the symbols are true."""
-        for condition in conditions:
-            assert self.symbols is not None
-            self.symbols.fakes.require([condition])
-            self.conditions.append(condition)
+        if self.symbols is not None:
+            self.symbols.fakes.require(conditions)
 
     def add(self, node: fx.Node, *, requires_grad: bool) -> None:
         """Find the value of a new node, which changes nothing in place. `requires_grad`: the
