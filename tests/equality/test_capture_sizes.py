@@ -244,8 +244,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Shapes, int]] = {  # and how ma
             lambda x: F.max_pool1d(x, 3, stride=2),
             nn.MaxPool1d(2, return_indices=False),
             spaced,
-            F.hardshrink,
-            F.softshrink,
         ),
         [(2, 4, n) for n in (8, 12, 17, 20)],
         3 if torch.__version__.startswith("2.11.") else 2,  # there Dynamo captures it once more
