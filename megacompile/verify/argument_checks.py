@@ -285,7 +285,7 @@ def _random_numbers(view: View) -> Iterator[Hazard]:
         elif (stage := ops.arguments(node)[0]).traced.random:
             drawing |= dict.fromkeys(states, stage.index)
             states = []
-    for node in view.nodes(ops.save_rng, ops.recompute, ops.rerun):
+    for node in ops.nodes_of(view.graph, ops.save_rng, ops.recompute, ops.rerun):
         stage, rng = ops.arguments(node)[0], node if node.target is ops.save_rng else node.args[3]
         name = getattr(rng, "name", "no state")
         if stage.traced.random and drawing.get(name) != stage.index:

@@ -102,7 +102,8 @@ def updates(views: list[View]) -> Iterator[Hazard]:
     schedule, step = views[0].schedule, views[-1]
     trained = set[int](schedule.gradient_params)
     if schedule.update is None:
-        trained = {b.key for call in step.nodes(ops.backward) for _, b in groups(call)}
+        backwards = ops.nodes_of(step.graph, ops.backward)
+        trained = {b.key for call in backwards for _, b in groups(call)}
     first: dict[int, fx.Node] = {}
     for view in views:
         for node in view.that(lambda op: op.is_update):

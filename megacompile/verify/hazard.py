@@ -6,7 +6,6 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
@@ -54,11 +53,9 @@ class Hazard:
     """An error in a schedule; the message says where, what it got, what it needed, and the fix."""
 
     kind: HazardKind
-    graph: str  # "forward", "backward" or "update"
-    label: str  # of the op that suffers, e.g. "3F"
-    other: str  # of the op that causes it, e.g. "4PREFETCH@0", or ""
-    message: str
-    nodes: tuple[fx.Node, ...] = field(default=(), repr=False, compare=False)  # to mark
+    message: str  # begins with the name of the graph
+    # the op that suffers, and the op that causes it, if there is one
+    nodes: tuple[fx.Node, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.message
@@ -96,13 +93,8 @@ class View:
         """A hazard that affects `node` and is caused by `other`. The message ends with the kind's
         fix unless it has one of its own, after a semicolon."""
         nodes = [producer(n) for n in (node, other) if n is not None]
-        labels = [ops.label(n) for n in nodes] + [""]
         text = f"{self.name}: {message}" + ("" if "; " in message else f"; {kind.fix}")
-        return Hazard(kind, self.name, labels[0], labels[1], text, tuple(dict.fromkeys(nodes)))
-
-    def nodes(self, *targets: Callable[..., Any]) -> list[fx.Node]:
-        """The nodes that call one of `targets` (every op without targets), in program order."""
-        return ops.nodes_of(self.graph, *targets)
+        return Hazard(kind, text, tuple(nodes))
 
     def that(self, wanted: Callable[[Op], object]) -> list[fx.Node]:
         """The nodes whose ops satisfy `wanted`, in program order."""

@@ -54,7 +54,7 @@ def verify(schedule: Schedule) -> None:
         return
     marks: dict[fx.Node, list[str]] = {}
     for hazard in found:
-        for node in hazard.nodes:
+        for node in dict.fromkeys(hazard.nodes):
             marks.setdefault(node, []).append(f"{ops.label(node)}: {hazard.kind.value}")
     lines = [f"schedule {schedule.name!r} has {len(found)} hazard{'s' * (len(found) > 1)}:"]
     lines += [f"  {hazard}" for hazard in found[:_IN_FULL]]
