@@ -73,21 +73,13 @@ def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:
     return hooks[0], hooks[1]
 
 
-def accumulates_into(node: Node) -> bool | None:
-    """Inside a backward: true if it will run this AccumulateGrad node; None if `autograd.grad()`
-    was called for its parameter."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it raises for a leaf requested by autograd.grad()
-        return None
-
-
-def accumulates_into_all(nodes: Iterable[Node]) -> bool:
-    """Inside a backward: true if it will run all of these AccumulateGrad nodes."""
+def accumulates_into(nodes: Iterable[Node]) -> bool | None:
+    """Inside a backward: true if it will run all of these AccumulateGrad nodes; None if
+    `autograd.grad()` was called for the parameter of one."""
     try:
         return all(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:
-        return False
+    except RuntimeError:  # it raises for a leaf requested by autograd.grad()
+        return None
 
 
 @dataclass(eq=False, slots=True)

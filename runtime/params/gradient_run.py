@@ -61,7 +61,7 @@ class GradientRun:
             if not param.requires_grad:  # frozen since the forward
                 self.unusual[place] = ParamUse(Wish.NONE)
                 continue
-            runs = compat.accumulates_into(end.nodes[0])
+            runs = compat.accumulates_into(end.nodes)
             wish = {None: Wish.RETURN, False: Wish.NONE, True: Wish.ACCUMULATE}[runs]
             if wish is Wish.ACCUMULATE and end.hooked():
                 wish = Wish.SHOW

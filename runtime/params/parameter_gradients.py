@@ -62,7 +62,7 @@ class Accumulators:
 
     def all_run(self) -> bool:
         """True, inside a backward, if it accumulates into all of them, as far as each is known."""
-        return all(map(_TRAINED, self.params)) and compat.accumulates_into_all(self.nodes)
+        return all(map(_TRAINED, self.params)) and compat.accumulates_into(self.nodes) is True
 
     def without_gradients(self) -> bool:
         return _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, self.params)))
