@@ -42,10 +42,8 @@ CALL_OPTIONS = {
     "recompile_limit": 256,  # instead of 8
     "accumulated_recompile_limit": 4096,
     "allow_rnn": False,  # nn.LSTM fits into no stage (docs/limits.md)
+    "force_compile_during_fx_trace": True,  # another thread may trace a stage
 }
-if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
-    CALL_OPTIONS["force_compile_during_fx_trace"] = True  # another thread may trace a stage
-
 
 # An operator rejects its inputs (a product of mismatched shapes), or Dynamo itself fails (it needs
 # a number and has a symbol).

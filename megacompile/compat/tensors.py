@@ -47,17 +47,9 @@ def is_wrapper_class(cls: type) -> bool:
 
 
 def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:
-    """(names of a wrapper's inner tensors, context for `unflatten_wrapper`)."""
+    """(names of a wrapper's inner tensors, context for `__tensor_unflatten__`)."""
     names, context = tensor.__tensor_flatten__()
     return list(names), context
-
-
-def unflatten_wrapper(
-    cls: Any, parts: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
-) -> torch.Tensor:
-    """A wrapper over `parts`: name -> inner tensor."""
-    new: torch.Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
-    return new
 
 
 # `torch.inference_mode(False)` in C: a signal that raises does not leave the mode changed.

@@ -145,7 +145,8 @@ class Wrapping:
             name: next(tensors) if nested is None else nested._wrapped(tensors)
             for name, nested in zip(self.names, self.inner, strict=True)
         }
-        return compat.unflatten_wrapper(self.cls, parts, self.context, self.shape, self.stride)
+        unflatten: Any = self.cls.__tensor_unflatten__  # type: ignore[attr-defined]
+        return unflatten(parts, self.context, torch.Size(self.shape), self.stride)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from megacompile.ir import ops
@@ -19,7 +18,6 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.edges import take
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import body_of, copied, set_saved_values, trained_bytes, wait_for
 from megacompile.text import format_bytes, numbered
 
@@ -242,14 +240,14 @@ def insert_disk_weights(schedule: Schedule) -> Schedule:
         writers = [node for node in touching if Part.WEIGHTS in ops.effects(node).writes]
         for writer in writers:
             write = _insert_write(ops.write_weights, writer, "ww")
-            write.meta["value"] = _changed_bytes(new, ops.bucket_of(writer))
+            write.meta["value"] = trained_bytes(new, ops.bucket_of(writer), float)
             changed = True
         updates = [n for n in writers if Part.WEIGHTS in ops.effects(n).reads]  # on the host
         for k, update in enumerate(updates if name == "update" else ()):
             bucket, place = ops.bucket_of(update), updates[max(0, k - AHEAD)]
             after = (take(graph, bucket, Part.WEIGHTS),)
             read = _insert_read(ops.read_trained, update, place, f"rt{bucket.suffix}", after)
-            read.meta["value"] = _changed_bytes(new, bucket)
+            read.meta["value"] = trained_bytes(new, bucket, float)
     on_host = new.update is not None or bool(new.rest)
     new_sets = (NEW_SETS if on_host else LANDING_SETS) if changed else 0
     plan = replace(new.plan, weight_sets=WEIGHT_SETS, new_weight_sets=new_sets)
@@ -257,10 +255,3 @@ def insert_disk_weights(schedule: Schedule) -> Schedule:
     size = format_bytes(sum(bucket.size_bytes for bucket in buckets))
     reason = f"the parameters of {len(buckets)} buckets ({size}) are on a disk"
     return replace(new, plan=replace(plan, reasons=(*plan.reasons, reason)))
-
-
-def _changed_bytes(schedule: Schedule, bucket: Bucket) -> TensorMeta:
-    """Meta of the parameters that an update changes, as bytes."""
-    trained = schedule.gradient_params[bucket.key]
-    size = sum(bucket.params[i].size_bytes for i in trained)
-    return TensorMeta((size,), torch.uint8, (1,))

@@ -34,6 +34,7 @@ import torch
 from torch import fx
 
 from megacompile import compat
+from megacompile.cost.aten import name_of
 from megacompile.ir import ops
 from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta, is_dense
@@ -45,7 +46,6 @@ from megacompile.passes.stages.tokenwise import (
     find_tokenwise,
     is_fill,
     is_view,
-    name_of,
 )
 
 _PRODUCTS = {"mm", "bmm", "addmm", "_scaled_mm"}
@@ -431,4 +431,4 @@ def _is_item(node: fx.Node) -> bool:
 
 def is_product(node: fx.Node) -> bool:
     """True for a matrix product that a tile can compute."""
-    return compat.operator_name(node.target) in _PRODUCTS
+    return name_of(node) in _PRODUCTS

@@ -23,6 +23,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.cost import aten
+from megacompile.cost.aten import name_of
 from megacompile.ir.tiles import Axis, Result
 
 Kinds = tuple[tuple[Result, Axis | None], ...]
@@ -53,10 +54,6 @@ def shape_of(node: Any) -> tuple[int, ...] | None:
 
 Rule = Callable[[fx.Node, Axes, int], Act | None]
 Move = Callable[[fx.Node, fx.Node, Axis], Axis | None]
-
-
-def name_of(node: fx.Node) -> str:
-    return compat.operator_name(node.target) if node.op == "call_function" else ""
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

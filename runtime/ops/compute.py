@@ -129,7 +129,8 @@ class ComputeOps(OpGroup):
         partial_gradients: Any,
         live: Any = (),
     ) -> tuple[Handle, ...]:
-        template, of_args = stage.traced, stage.partial_args
+        template = stage.traced
+        of_args = len(stage.arg_refs(template.partial_gradients))  # before those of buckets
 
         def run() -> Sequence[Any]:
             groups: dict[int, Group] = dict(map(_VALUE, partial_gradients[of_args:]))
