@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections import OrderedDict
@@ -96,12 +95,8 @@ def note_backward_calls(
     """Records every call of a backward from now on, for `backward_calls`. `leaf_of` maps a tensor
     in `inputs=` to the one whose gradient autograd computes; `as_asked` maps (tensor in `inputs=`,
     that gradient) to the gradient to return."""
-    stock = torch.autograd.graph._engine_run_backward
-    if hasattr(stock, "noted"):
-        return
 
-    @functools.wraps(stock)
-    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(stock: Any, t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = tuple(args[3:4] and args[3])  # torch passes them by position
         leaves = tuple(map(leaf_of, inputs))
         if not all(map(operator.is_, leaves, inputs)):
@@ -121,9 +116,9 @@ def note_backward_calls(
             call.roots = ()  # remaining references to the call hold no graph
             call.users = None
 
-    run.noted = True  # type: ignore[attr-defined]
-    torch.autograd.graph._engine_run_backward = run
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    modules: Any = torch.autograd.graph, torch.autograd
+    replace(modules[0], "_engine_run_backward", run)
+    modules[1]._engine_run_backward = modules[0]._engine_run_backward
 
 
 def backward_calls() -> tuple[BackwardCall, ...]:
@@ -165,11 +160,6 @@ def move_hook(handle: Any, *, last: bool) -> None:
     hooks = handle.hooks_dict_ref()
     if hooks is not None and handle.id in hooks:
         hooks.move_to_end(handle.id, last=last)
-
-
-def is_overwritten(error: RuntimeError) -> bool:
-    """True for the error of a backward whose saved tensor was changed in place."""
-    return "has been modified by an inplace operation" in str(error)
 
 
 def notice_scaled_losses() -> None:

@@ -31,7 +31,7 @@ from megacompile.ir.edges import Handed, handed, stands_for, waits_for, written
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import on_disk, producer
+from megacompile.ir.values import producer
 
 _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
 
@@ -77,9 +77,8 @@ class _Graph:
         self.returns_after = H2D if name == "forward" else None if updates else D2H
         # later graphs wait for a forward's values on a disk; its others are ready when it returns,
         # or ordered by the stream of their copies
-        stored = on_disk(schedule.forward)
         for what, node in handed(schedule, name).items():
-            if name != "forward" or what[1] in stored:
+            if name != "forward" or ops.effects(node).gives is ops.Value.SAVED_ON_DISK:
                 self.gives[what] = self._position[node]
 
     def _add(self, node: fx.Node) -> None:

@@ -251,12 +251,6 @@ def elsewhere(forward: fx.Graph) -> dict[str, str]:
     return found
 
 
-def on_disk(forward: fx.Graph) -> frozenset[str]:
-    """The names of the copies on a disk."""
-    nodes = ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_DISK)
-    return frozenset(node.name for node in nodes)
-
-
 def computed_outputs(outputs: Sequence[Any]) -> list[int]:
     """Positions of the outputs that stages compute, each value once."""
     first: dict[fx.Node, int] = {}

@@ -57,9 +57,6 @@ class Hazard:
     # the op that suffers, and the op that causes it, if there is one
     nodes: tuple[fx.Node, ...] = field(default=(), repr=False, compare=False)
 
-    def __str__(self) -> str:
-        return self.message
-
 
 @dataclass(frozen=True, slots=True)
 class View:

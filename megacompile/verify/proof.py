@@ -57,7 +57,7 @@ def verify(schedule: Schedule) -> None:
         for node in dict.fromkeys(hazard.nodes):
             marks.setdefault(node, []).append(f"{ops.label(node)}: {hazard.kind.value}")
     lines = [f"schedule {schedule.name!r} has {len(found)} hazard{'s' * (len(found) > 1)}:"]
-    lines += [f"  {hazard}" for hazard in found[:_IN_FULL]]
+    lines += [f"  {hazard.message}" for hazard in found[:_IN_FULL]]
     lines += [f"  ... and {len(found) - _IN_FULL} more"] if len(found) > _IN_FULL else []
     texts = {node: "; ".join(dict.fromkeys(text)) for node, text in marks.items()}
     raise ScheduleError("\n".join([*lines, "", table(schedule, texts)]))

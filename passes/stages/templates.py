@@ -250,7 +250,8 @@ class _Tracer:
                     ends, [primals[i] for i in sources], tangents, allow_unused=True
                 )
             except RuntimeError as error:
-                if compat.is_overwritten(error):  # plain torch raises it only in the backward
+                if "has been modified by an inplace operation" in str(error):
+                    # plain torch raises it only in the backward
                     raise NotImplementedError(str(error).partition(" Hint:")[0]) from error
                 raise
         pairs = [(i, g) for i, g in zip(sources, found, strict=True) if g is not None]
