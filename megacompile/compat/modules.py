@@ -85,12 +85,9 @@ def holders(modules: Iterable[torch.nn.Module], kind: str) -> list[dict[Any, Any
     return [holder for module in modules if (holder := getattr(module, name))]
 
 
-# A module's own parameters and buffers; the dicts are live.
+# A module's own parameters; the dict is live.
 parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = (
     operator.attrgetter("_parameters")
-)
-buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter(
-    "_buffers"
 )
 
 

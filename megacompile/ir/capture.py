@@ -192,10 +192,10 @@ class Ambient:
     @staticmethod
     def current(device: torch.device) -> Ambient:
         """The current state, as relevant for work on `device`."""
-        autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
-        for kind in sorted({"cpu", device.type}):
-            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            autocast = (*autocast, (kind, enabled, dtype))
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted({"cpu", device.type})
+        )
         kernels = compat.kernel_switches()
         return Ambient(torch.is_grad_enabled(), autocast, torch.get_default_dtype(), kernels)
 

@@ -109,12 +109,8 @@ class Schedule:
 
     def fresh(self) -> Schedule:
         """The same schedule with copied graphs, even for a draft."""
-        return replace(
-            self,
-            forward=compat.copy_graph(self.forward),
-            backward=None if self.backward is None else compat.copy_graph(self.backward),
-            update=None if self.update is None else compat.copy_graph(self.update),
-        )
+        graphs: dict[str, Any] = {n: compat.copy_graph(graph) for n, graph in self.graphs.items()}
+        return replace(self, **graphs)
 
     def code(self) -> str:
         """The Python source that the executor runs, with comments."""

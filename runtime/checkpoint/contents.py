@@ -265,7 +265,7 @@ class Contents:
             # buffers on meta or in the checkpoint: the dict with each, its name there, itself
             places = [
                 (holder, name, buffer)
-                for holder in map(compat.buffers_of, self.model.modules())
+                for holder in compat.holders(self.model.modules(), "buffers")
                 for name, buffer in holder.items()
                 if buffer is not None and (buffer.is_meta or id(buffer) in self.sources)
             ]
