@@ -1,14 +1,11 @@
-"""Functions and hooks that Dynamo captures in a call's thread instead of others.
+"""A function and hooks that Dynamo captures in a call instead of others.
 
-    torch.linspace(0, 1, size)      captured again for each size: ours takes symbols
-    F.dropout(x, rate)              captured again for each rate: ours takes a symbol
     bitsandbytes.matmul_4bit(...)   an `autograd.Function`, whose forward and backward are captured
                                     at each use: half of the capture time of a layer with adapters
     output.requires_grad_(True)     a hook that is not captured: the graph breaks at each caller
 
-Ours replace torch's where Dynamo has made a size or a rate a symbol, after two different values,
-and have torch's bits. Our product runs bitsandbytes' function itself, so tracing a stage sees its
-operations, once for each template.
+Our product runs bitsandbytes' function itself, so tracing a stage sees its operations, once for
+each template.
 
 transformers and PEFT register the hook on the embedding of a model with frozen weights. An addition
 of -0.0 replaces it, which changes no bit and whose sum requires grad too. Of consecutive hooks a
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,11 +27,9 @@ from torch import Tensor, nn
 from megacompile import compat
 from megacompile.runtime.params.swap import Undos, replace
 
-_HERE = threading.local()  # `on`: True while this thread calls a model
-
 
 def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) -> None:
-    """Make Dynamo capture our functions and hooks until the undos run."""
+    """Make Dynamo capture our product and hooks until the undos run."""
     if _BITSANDBYTES in sys.modules:
         _replace_product(undos)
     found = []
@@ -43,107 +37,6 @@ def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) ->
         found += [(hooks, key) for key, hook in hooks.items() if _is_ours(hook)]
     if found:
         _replace_hooks(found, device, undos)
-    _tell_dynamo()
-    if not getattr(_HERE, "on", None):
-        replace([vars(_HERE)], ["on"], [None], [True], undos)
-
-
-@functools.cache
-def _tell_dynamo() -> None:
-    is_on = functools.partial(getattr, _HERE, "on", None)
-    compat.capture_symbolic_as(torch.nn.functional.dropout, dropout, is_on, of_sizes=False)
-    compat.capture_symbolic_as(torch.nn.functional.max_pool1d, max_pool1d, is_on)
-    compat.capture_symbolic_as(torch.linspace, linspace, is_on)
-
-
-# Functions that read a size as an int.
-
-
-def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Any:
-    """The function that Dynamo captures for `torch.linspace`."""
-    return torch.ops.megacompile.linspace(start, end, steps, dtype=dtype, device=device)
-
-
-def max_pool1d(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """The function that Dynamo captures for `F.max_pool1d`: its implementation with gradients."""
-    found = torch.max_pool1d_with_indices(
-        input, kernel_size, stride or [], padding, dilation, ceil_mode
-    )
-    return found if return_indices else found[0]
-
-
-# Dropout.
-
-
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """The function that Dynamo captures for `F.dropout`."""
-    if training and not inplace:
-        return torch.ops.megacompile.draw_dropout(input, p)[0]
-    return (torch.dropout_ if inplace else torch.dropout)(input, p, training)
-
-
-def _draw(x: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """The result, and the saved tensor of its backward: a mask on CUDA, the factors elsewhere."""
-    if not 0 <= rate <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {rate}")
-    if x.is_cuda and 0 < rate < 1 and x.numel():
-        return torch.native_dropout(x, rate, True)
-    drawn = _empty_drawn(x)
-    if rate == 0 or not x.numel():  # draws nothing
-        return x.clone(), drawn.fill_(1)
-    if rate == 1:
-        return x * torch.zeros((), dtype=x.dtype, device=x.device), drawn.fill_(0)
-    drawn.bernoulli_(1 - rate).div_(1 - rate)
-    return x * drawn, drawn
-
-
-def _draw_backward(gradient: Tensor, drawn: Tensor, rate: float) -> Any:
-    if drawn.dtype != torch.bool:
-        return gradient * drawn
-    scale = 0.0 if rate == 1 else 1 / (1 - rate)
-    return torch.ops.aten.native_dropout_backward(gradient, drawn, scale)
-
-
-def _empty_drawn(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.bool if x.is_cuda else x.dtype)
-
-
-def _setup_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.rate = inputs[1]
-
-
-def _backward_dropout(context: Any, gradient: Tensor, of_drawn: Any) -> tuple[Tensor, None]:
-    (drawn,) = context.saved_tensors
-    return torch.ops.megacompile.draw_dropout_backward(gradient, drawn, context.rate), None
-
-
-compat.define_operator(
-    "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
-    "Device? device=None) -> Tensor",
-    torch.linspace,
-    lambda start, end, steps, **named: torch.empty(steps, **named),
-)
-_DRAW_DROPOUT = compat.define_operator(
-    "draw_dropout(Tensor x, Scalar rate) -> (Tensor, Tensor)",
-    _draw,
-    lambda x, rate: (torch.empty_like(x), _empty_drawn(x)),
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-compat.define_operator(
-    "draw_dropout_backward(Tensor gradient, Tensor drawn, Scalar rate) -> Tensor",
-    _draw_backward,
-    lambda gradient, drawn, rate: torch.empty_like(gradient),
-)
-torch.library.register_autograd(_DRAW_DROPOUT, _backward_dropout, setup_context=_setup_dropout)
 
 
 # Products with 4-bit weights.

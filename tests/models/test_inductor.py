@@ -69,25 +69,6 @@ def test_sizes_and_floats_are_compiled_once() -> None:
     assert symbols is not None and len(symbols.planned) == 4
 
 
-class Dropped(nn.Linear):
-    def forward(self, x: Tensor, rate: float) -> Tensor:  # type: ignore[override]
-        return F.dropout(super().forward(x), rate).square().mean()
-
-
-def test_one_code_for_many_dropout_rates() -> None:
-    """But the first, which is dropped by Inductor's own random numbers. A rate of 0 draws none."""
-    plain, model = twins(Dropped(8, 8), **OPTIONS)
-    x = torch.linspace(-1, 1, 48).view(6, 8)
-    model(x, 0.1)
-    for rate in (0.2, 0.3, 0.4, 0.0):
-        found = []
-        for each in (plain, model):
-            torch.manual_seed(3)
-            found.append(torch.stack([each(x, rate), torch.rand(())]))
-        torch.testing.assert_close(*found)
-    assert len(schedules(model)) == 2
-
-
 def test_results_have_the_strides_that_they_were_traced_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
