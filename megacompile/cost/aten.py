@@ -99,15 +99,11 @@ def flops_of(node: fx.Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _is_fp8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
 def itemsize_of(node: fx.Node) -> int:
     """Bytes of an element in a product: 1 if both factors are fp8, 2 if any input has 16 bits, else
     4."""
     factors = [t.dtype for n in node.args[:2] if isinstance(n, fx.Node) for t in tensors_of(n)]
-    if factors and all(map(_is_fp8, factors)):
+    if factors and all(dtype.is_floating_point and dtype.itemsize == 1 for dtype in factors):
         return 1
     taken = (tensor.dtype for n in node.all_input_nodes for tensor in tensors_of(n))
     return 2 if any(dtype in (torch.bfloat16, torch.float16) for dtype in taken) else 4

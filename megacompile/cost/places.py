@@ -123,7 +123,9 @@ def host_memory(
     found[MemoryKind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
     sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
     found[MemoryKind.STAGED] += weights * max(sets, default=0)
-    found[MemoryKind.STAGED] += max(map(_passing_bytes, each), default=0)
+    found[MemoryKind.STAGED] += max(  # for saved tensors, to the disk and back
+        (2 * s.plan.saved_sets * max(_stored_saved_bytes(s), default=0) for s in each), default=0
+    )
     found[MemoryKind.ACTIVATIONS] = sum(
         size for one in each for i, size in saved_elsewhere(one) if i not in one.plan.saved_on_disk
     )
@@ -158,11 +160,6 @@ def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
 def _stored_saved_bytes(schedule: Schedule) -> list[int]:
     """Sizes of the saved tensors that wait on a disk."""
     return [size for i, size in saved_elsewhere(schedule) if i in schedule.plan.saved_on_disk]
-
-
-def _passing_bytes(schedule: Schedule) -> int:
-    """Bytes of the host buffers through which saved tensors go to the disk and back."""
-    return 2 * schedule.plan.saved_sets * max(_stored_saved_bytes(schedule), default=0)
 
 
 def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> dict[MemoryKind, int]:

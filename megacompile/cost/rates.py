@@ -33,27 +33,6 @@ _UPDATE_BYTES = 7 * _COPY_BYTES  # AdamW in float32 reads four values and writes
 _FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper and later
 
 
-def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: None) -> Hardware:
-    """Measure `device` (about six seconds on a GPU) without changing the random generators.
-
-    On the CPU, copies are within host memory and directions do not overlap.
-
-    Args:
-        device: a GPU, or the CPU.
-        meet: a barrier between processes that each measure one GPU, called three times: before
-            copies, before updates, and before updates next to copies. So all of them copy and
-            update at the same time. Each measures its share of the host; the host has the sum.
-    """
-    device = torch.device(device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        probe = _Probe(device)
-        meet()
-        measured = probe.of_device()
-        probe.update()  # allocates its states
-        meet()
-        return probe.with_host(measured, meet)
-
-
 class _Probe:
     """The timed operations and their buffers."""
 
@@ -278,10 +257,26 @@ def cached(device: torch.device, ranks: int = 1) -> Hardware | None:
 def measure_together(
     device: torch.device, ranks: int = 1, meet: Callable[[], object] = lambda: None
 ) -> Hardware:
-    """Measure this device while the other ranks of this host measure theirs, and cache the result.
-    `meet` is a barrier of all ranks, called equally often in each."""
-    with phase("measuring the machine's rates"):
-        measured = measure(device, meet=meet)
+    """Measure this device (about six seconds on a GPU) while the other ranks of this host measure
+    theirs, without changing the random generators, and cache the result.
+
+    On the CPU, copies are within host memory and directions do not overlap.
+
+    Args:
+        device: a GPU, or the CPU.
+        ranks: of this host that measure.
+        meet: a barrier of all ranks, called three times: before copies, before updates, and before
+            updates next to copies. So all of them copy and update at the same time. Each measures
+            its share of the host; the host has the sum.
+    """
+    gpus = [device] if device.type == "cuda" else []
+    with phase("measuring the machine's rates"), torch.random.fork_rng(gpus):
+        probe = _Probe(device)
+        meet()
+        measured = probe.of_device()
+        probe.update()  # allocates its states
+        meet()
+        measured = probe.with_host(measured, meet)
     _keep(_file(device, ranks), measured)
     return measured
 

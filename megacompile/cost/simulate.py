@@ -185,7 +185,8 @@ class _Amounts:
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
             return 0
         if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
-            return size - self._param_bytes(subject)  # parameters are on the device already
+            params = largest_shard(subject).params  # these are on the device already
+            return size - sum(params[i].size_bytes for i in self.trained.get(subject.key, ()))
         return size
 
     def _copy(self, size_bytes: float, copies: int) -> float:
@@ -200,10 +201,6 @@ class _Amounts:
         if of_replicas:
             return 2 * (bucket.replicas - 1) / bucket.replicas * size_bytes / ranks + start
         return size_bytes * (ranks - 1) / ranks + start
-
-    def _param_bytes(self, bucket: Bucket) -> int:
-        mine = largest_shard(bucket)
-        return sum(mine.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
 
 
 class Script:
