@@ -225,8 +225,6 @@ _COLLECTIVES = (
 def ask_before_collectives(ask: Callable[[Any], None]) -> None:
     """Call `ask` with each tensor argument of a collective of `torch.distributed`. On torch 2.11,
     some collectives treat a tensor subclass as a plain tensor (2.12 dispatches to the subclass)."""
-    if not torch.distributed.is_available():
-        return
 
     def collective(stock: Any, *args: Any, **kwargs: Any) -> Any:
         for value in _pytree.tree_leaves((args, kwargs)):

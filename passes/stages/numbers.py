@@ -21,14 +21,12 @@ dtypes differently. An int computed from ints through a float (half of a size) i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
@@ -233,14 +231,7 @@ def at(value: Any, values: Values) -> Any:
     return value.at(values) if isinstance(value, (TensorMeta, Number)) else value
 
 
-_ASK_THE_NUMBER: dict[str, Callable[..., torch.Tensor]] = {
-    "pow": torch.pow,
-    "__pow__": torch.pow,
-    "__rpow__": torch.pow,
-    "lerp": torch.lerp,
-}
 _WIDEST = {torch.SymFloat: torch.float64, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
-_COMPUTED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 
 def check_floats(joint: fx.GraphModule) -> None:
@@ -252,29 +243,6 @@ def check_floats(joint: fx.GraphModule) -> None:
             raise compat.UntraceableSymbols("a changing float determines a size")
         if any(map(_comes_as_tensor, _numbers_taken(node))) and _by_tensors(node) is None:
             raise compat.UntraceableSymbols(f"{node.target} takes a changing float")
-
-
-class PowersOfTensors(TorchFunctionMode):
-    """Trace powers and `lerp` with a changing float as if it were a tensor.
-
-    Their backward inspects a number, so a trace with the float would hold for that value only.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        symbolic = any(isinstance(arg, torch.SymFloat) for arg in args)
-        if kwargs or not symbolic or name not in _ASK_THE_NUMBER:
-            return func(*args, **(kwargs or {}))
-        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        dtype = torch.result_type(tensor, 1.0)
-        compute = _COMPUTED_IN.get(dtype, dtype)
-        scalar: Any = functools.partial(torch.scalar_tensor, dtype=compute, device=tensor.device)
-        operands = [
-            scalar(arg) if isinstance(arg, torch.SymFloat) else arg.to(compute)
-            for arg in (reversed(args) if name == "__rpow__" else args)
-        ]
-        made: torch.Tensor = _ASK_THE_NUMBER[name](*operands)
-        return made.to(dtype)
 
 
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:

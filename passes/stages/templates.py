@@ -33,7 +33,6 @@ from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
 from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
 from megacompile.passes.stages.numbers import (
-    PowersOfTensors,
     at,
     check_floats,
     compute_ints,
@@ -167,8 +166,8 @@ class _Tracer:
         fakes = compat.SymbolicFakes(planned_of(self.stage.metas))
         with contextlib.ExitStack() as modes:
             modes.enter_context(fakes)
-            modes.enter_context(real_tensors(self.stage) if eager else PowersOfTensors())
             if eager:
+                modes.enter_context(real_tensors(self.stage))
                 modes.enter_context(compat.real_strides())
                 decompositions = compat.symbolic_decompositions()
             else:
