@@ -90,18 +90,12 @@ def set_dynamo_options(options: Mapping[str, Any]) -> None:
 
 
 def _kept_options() -> dict[str, Any]:
-    """The context variables of the options in `CALL_OPTIONS`; empty if torch stores them in another
-    way. Setting each option by name takes as long as the guards of a small model."""
+    """The context variables of the options in `CALL_OPTIONS`; empty before torch 2.12, which has
+    none. Setting each option by name takes as long as the guards of a small model."""
     config: Any = torch._dynamo.config
-    names = ("_hash_dirty_var", "_get_dict_dirty_keys_var")
-    if not all(isinstance(getattr(config, name, None), ContextVar) for name in names):
+    if not hasattr(config, "_get_dict_dirty_keys_var"):
         return {}
-    entries = [config._config[name] for name in CALL_OPTIONS]
-    others = ("alias", "hide", "deprecated")  # setting an option by name handles them
-    if any(getattr(entry, name, None) for entry in entries for name in others):
-        return {}
-    kept = {name: entry.user_override for name, entry in zip(CALL_OPTIONS, entries, strict=True)}
-    return kept if all(isinstance(each, ContextVar) for each in kept.values()) else {}
+    return {name: config._config[name].user_override for name in CALL_OPTIONS}
 
 
 _OPTIONS = _kept_options()
