@@ -24,10 +24,10 @@ stage's results keep their strides.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -105,12 +105,10 @@ def _refuse_dtypes(stage: Stage, error: Exception) -> None:
         raise UnsupportedGraphError(f"{text}: {error}") from error
 
 
-@contextlib.contextmanager
-def real_tensors(stage: Stage) -> Iterator[None]:
+def real_tensors(stage: Stage) -> AbstractContextManager[None]:
     """A context with real tensors, which restores the random generators afterwards."""
     devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
-    with torch.random.fork_rng(devices):
-        yield
+    return torch.random.fork_rng(devices)
 
 
 def computes_indices(graph: fx.Graph) -> bool:
