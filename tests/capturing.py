@@ -16,13 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from megacompile.ir.capture import (
-    Ambient,
-    Capture,
-    GraphInput,
-    NumberInput,
-    TensorInput,
-)
+from megacompile.ir.capture import Ambient, Capture, GraphInput, NumberInput, TensorInput
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs

@@ -220,12 +220,7 @@ class Layout:
         self._queue(Stream.COMPUTE, fills(lost, POISON), ())
 
     def _queue(
-        self,
-        stream: Stream,
-        run: Run,
-        waits: tuple[Done, ...],
-        *,
-        release: bool = False,
+        self, stream: Stream, run: Run, waits: tuple[Done, ...], *, release: bool = False
     ) -> Done:
         in_order = stream.in_order and (self.name, stream) != ("update", Stream.D2H)  # by threads
         lane: Lane = stream if in_order else len(self.queues)

@@ -56,12 +56,7 @@ class Cycle:
                 earlier = self.machines[-1] if self.machines else _Elsewhere(schedule)
                 clips = kind is Kind.CLIP
                 self.machines.append(
-                    Machine(
-                        *(schedule, name),
-                        earlier=earlier,
-                        skips=frozenset(skips),
-                        clips=clips,
-                    )
+                    Machine(*(schedule, name), earlier=earlier, skips=frozenset(skips), clips=clips)
                 )
         machine = self.machines[-1]
         self.defers, self.initial = machine.defers, machine.initial

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from tests import zoo
-from tests.zoo import WIDTH, Inputs, batch, equal, step
+from tests.zoo import WIDTH, Inputs, batch, step
 
 STEPS = 10
 NAME = "layers.1.up.weight"  # a parameter of `net` to look at
@@ -86,21 +86,6 @@ def take_steps(model: nn.Module, optimizer: Any, steps: int, *, start: int = 0) 
         model.zero_grad()
         step(model, batch(i), seed=i)
         optimizer.step()
-
-
-def assert_states_same(plain: Any, streamed: Any) -> None:
-    """Equal in every bit: nested containers of an optimizer's state_dict()."""
-    if isinstance(plain, Tensor):
-        assert equal(plain, streamed)
-    elif isinstance(plain, dict):
-        assert plain.keys() == streamed.keys()
-        for key in plain:
-            assert_states_same(plain[key], streamed[key])
-    elif isinstance(plain, list):
-        for mine, theirs in zip(plain, streamed, strict=True):
-            assert_states_same(mine, theirs)
-    else:
-        assert plain == streamed
 
 
 def through_file(value: Any) -> Any:

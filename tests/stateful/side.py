@@ -25,7 +25,6 @@ from megacompile import accumulate, full_parameters
 from tests.processes import in_child, in_threads
 from tests.stateful.late import Lookahead, ScheduleFree, Wrapper, may_fail
 from tests.training import through_file
-from tests.zoo import equal
 
 LIBRARY: Any = torch  # its stubs do not know all of these
 WIDTH = 6
@@ -650,29 +649,3 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(each) for key, each in value.items()}
     return copy.copy(value)
-
-
-def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
-    """Are two values equal in every bit, or but for rounding?"""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        a, b = a.detach(), b.detach()
-        rounded = rtol and a.shape == b.shape and a.is_floating_point()
-        if rounded:
-            return torch.allclose(a, b, rtol=rtol, atol=rtol, equal_nan=True)
-        return equal(a, b)
-    if hasattr(a, "__array__") and hasattr(b, "__array__"):
-        return same(torch.as_tensor(a), torch.as_tensor(b), rtol)
-    return bool(a == b) or bool(rtol and isinstance(a, float) and abs(a - b) <= rtol)
-
-
-def difference(a: Any, b: Any, rtol: float = 0.0, path: str = "") -> str:
-    """Where nested containers differ first; "" where they are equal."""
-    found: list[str] = []
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        pairs = enumerate(zip(a, b, strict=True))
-        found = [difference(x, y, rtol, f"{path}[{i}]") for i, (x, y) in pairs]
-    elif isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
-        found = [difference(a[k], b[k], rtol, f"{path}.{k}") for k in a]
-    elif not same(a, b, rtol):
-        found = [f"{path}: {a} and {b}"]
-    return next(filter(None, found), "")

@@ -1,13 +1,11 @@
 """Loops around updates that Inductor compiles: by the host, by the device, and resident.
 
-Equal to the plain loop but for rounding. One captured model of each configuration runs all loops,
-which begin anew; more is drawn in `test_training.py`.
+Equal to the plain loop but for rounding. What loops do to gradients and memory is drawn in
+`test_training.py`, with compiled updates too.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from megacompile.errors import BackwardError
 from tests import inside
+from tests.equality.nets import Applies
 from tests.stateful.late import late
 from tests.zoo import assert_close, twins
 
@@ -69,46 +68,12 @@ def steps(model: nn.Module, optimizer: Optimizer, *seeds: int) -> None:
         optimizer.zero_grad()
 
 
-def unusual_gradients(model: Any) -> list[Optimizer]:
+def unusual(model: Any) -> list[Optimizer]:
+    """Gradients of which some are added to, and states that are written under another name."""
     optimizer = adamw(model)
     steps(model, optimizer, 0, 1)
-    first, last = model.layers
-    backward(model, 5, skip="b")  # b gets none
-    optimizer.step()
-    backward(model, 5)
-    first.b.grad = None
-    optimizer.step()
     backward(model, 6)
     backward(model, 7, skip="b")  # adds to the others
-    optimizer.step()
-    views = [p.grad.data for p in model.parameters() if p.grad is not None]
-    backward(model, 6)
-    for view in views:
-        view.mul_(0.1)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    optimizer.step()
-    first.a.grad, last.c.grad = last.c.grad, first.a.grad
-    backward(model, 6)
-    optimizer.step()
-
-    def scale(*_: Any) -> None:
-        for param in model.parameters():
-            param.grad.mul_(0.01)
-
-    optimizer.register_step_pre_hook(scale)
-    backward(model, 7)
-    optimizer.step()
-    return [optimizer]
-
-
-def unusual_memory(model: Any) -> list[Optimizer]:
-    optimizer = adamw(model)
-    steps(model, optimizer, 0, 1)
-    aliases = list(model.state_dict().values())
-    backward(model, 6)
-    for alias in aliases:
-        alias.mul_(0.5)
-    del alias, aliases
     optimizer.step()
     states = [optimizer.state[p]["exp_avg"].data for p in model.parameters()]
     backward(model, 7)
@@ -116,11 +81,7 @@ def unusual_memory(model: Any) -> list[Optimizer]:
         state.mul_(0.5)
     del state, states
     optimizer.step()
-    backward(model, 5)
-    first, last = model.layers
-    first.b.data = first.b.data * 1.1
-    first.a.data, last.a.data = last.a.data, first.a.data
-    optimizer.step()
+    model.zero_grad()
     return [optimizer]
 
 
@@ -151,13 +112,6 @@ def several_optimizers(model: Any) -> list[Optimizer]:
     return [first, second, *others]
 
 
-LOOPS: list[Callable[[Any], list[Optimizer]]] = [
-    unusual_gradients,
-    unusual_memory,
-    several_optimizers,
-]
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.filterwarnings("ignore:megacompile")
 def test_loops(config: str) -> None:
@@ -165,24 +119,16 @@ def test_loops(config: str) -> None:
     torch.manual_seed(0)
     options = {"lowering": "inductor", "progress": False, **CONFIGS[config]}
     plain, streamed = twins(Product(), **options)
-    start = copy.deepcopy(plain.state_dict())
-    for loop in LOOPS:
-        found = []
-        for model in (plain, streamed):
-            model.zero_grad()
-            model.load_state_dict(start)
-            found.append(loop(model))
-        pairs = list(zip(plain.parameters(), streamed.parameters(), strict=True))
+    found = [[*unusual(model), *several_optimizers(model)] for model in (plain, streamed)]
+    assert_close(plain, streamed, 1e-5)
+    pairs = list(zip(plain.parameters(), streamed.parameters(), strict=True))
+    for mine, theirs in zip(*found, strict=True):
         for want, got in pairs:
-            error = float((got - want).detach().norm())
-            assert error <= 1e-5 * float(want.detach().norm()), loop.__name__
-        for mine, theirs in zip(*found, strict=True):
-            for want, got in pairs:
-                states, others = mine.state.get(want, {}), theirs.state.get(got, {})
-                assert states.keys() == others.keys(), loop.__name__
-                for name, state in states.items():
-                    error = float((others[name] - state).norm())
-                    assert error <= 1e-4 * float(state.norm()), (loop.__name__, name)
+            states, others = mine.state.get(want, {}), theirs.state.get(got, {})
+            assert states.keys() == others.keys()
+            for name, state in states.items():
+                error = float((others[name] - state).norm())
+                assert error <= 1e-4 * float(state.norm()), name
 
 
 def spoil(model: Any) -> None:
@@ -222,22 +168,11 @@ def test_a_gradient_is_refused(config: str) -> None:
         assert_close(one, other, 1e-5)
 
 
-class Shifted(nn.Module):
-    """Its backward reads no parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts = nn.ParameterList(torch.zeros(16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for shift in self.shifts:
-            x = x + shift
-        return x.sum()
-
-
 def test_a_backward_that_waits_for_no_parameter_waits_for_the_update() -> None:
     """Which reads the gradients that it writes."""
-    both = twins(Shifted(), lowering="inductor", progress=False, device_update=0)
+    shifts = {name: nn.Parameter(torch.zeros(16)) for name in "abc"}
+    shifted = Applies(lambda model, x: (x + model.a + model.b + model.c).sum(), **shifts)
+    both = twins(shifted, lowering="inductor", progress=False, device_update=0)
     late(both[1])
     for model in both:
         optimizer = SGD(model.parameters(), lr=0.1)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megacompile import explain
 from tests import inside
+from tests.equality.nets import Applies
 from tests.zoo import Tower, assert_same, equal, twins
 
 
@@ -250,19 +251,10 @@ def test_a_forward_that_finds_gradients_has_a_plan_that_counts_them() -> None:
     assert_same(plain, model)
 
 
-class Twice(nn.Module):
-    """Two parameters whose gradients are one tensor, which is the gradient of an input too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(4, 16)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.a + self.b
-
-
 def test_a_gradient_is_the_memory_of_one_parameter_alone() -> None:
-    plain, model = twins(Twice(), resident="all")
+    """Of two, and of an input, whose gradients are one tensor."""
+    params = {name: nn.Parameter(torch.ones(4, 16)) for name in ("a", "b")}
+    plain, model = twins(Applies(lambda m, x: x + m.a + m.b, **params), resident="all")
     tangent = torch.full((4, 16), 3.0)
     found = []
     for each in (plain, model):

@@ -9,12 +9,9 @@ import copy
 import ctypes
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from megacompile import ModelError, megacompile
 from megacompile.errors import OptimizerError
 from tests import inside
-from tests.processes import CHILD_LIMIT_S, in_child, trains_in_a_child
+from tests.equality.nets import Applies
+from tests.processes import CHILD_LIMIT_S, in_child, python, trains_in_a_child
 from tests.stateful.late import late
-from tests.zoo import Inputs, assert_close, assert_same, batch, equal, stack, stacks, step, twins
+from tests.training import take_steps
+from tests.zoo import Inputs, assert_close, assert_same, equal, stack, stacks, twins
 
 THREADS = 3
 
@@ -171,25 +170,19 @@ def test_tracers_are_refused_and_take_a_copy() -> None:
     assert_same(plain, streamed)
 
 
-class Odd(nn.Module):
-    """Has a parameter without elements and a complex one beside others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.factor = nn.Parameter(torch.full((4,), 0.5, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.cat([torch.tanh(self.first(x)), self.empty]) * self.factor
-        return torch.view_as_real(hidden).square().sum()
-
-
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:megacompile")
 def test_odd_parameters_with_inductor() -> None:
+    """One without elements and a complex one beside others."""
+
+    def odd(model: Any, x: Tensor) -> Tensor:
+        hidden = torch.cat([torch.tanh(model.first(x)), model.empty]) * model.factor
+        return torch.view_as_real(hidden).square().sum()
+
     torch.manual_seed(0)
-    plain, streamed = twins(Odd(), lowering="inductor")
+    factor = nn.Parameter(torch.full((4,), 0.5, dtype=torch.complex64))
+    named = {"first": nn.Linear(4, 4), "empty": nn.Parameter(torch.empty(0, 4)), "factor": factor}
+    plain, streamed = twins(Applies(odd, **named), lowering="inductor")
     inputs = {"x": torch.randn(2, 4)}
     assert train(plain, inputs) == pytest.approx(train(streamed, inputs), rel=1e-5)
     assert_close(plain, streamed, 1e-5)
@@ -202,16 +195,8 @@ def test_dynamo_disabled_and_no_home() -> None:
         "assert_steps_same(*stacks())\n"
         "print('the same')"
     )
-    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
-        env={**environment, "TORCHDYNAMO_DISABLE": "1", "HOME": "/proc/none"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    nowhere = "/proc/none"
+    result = python("-c", program, TORCHDYNAMO_DISABLE="1", HOME=nowhere, XDG_CACHE_HOME="")
     assert "the same" in result.stdout
     assert "megacompile" in result.stderr, "it says that it is not captured"
 
@@ -230,18 +215,11 @@ def same(model: nn.Module, found: list[Any]) -> bool:
     return all(equal(param.detach(), torch.from_numpy(value)) for param, value in pairs)
 
 
-def some_steps(model: nn.Module, optimizer: Optimizer, start: int, count: int = 3) -> None:
-    for k in range(start, start + count):
-        optimizer.zero_grad()
-        step(model, batch(k))
-        optimizer.step()
-
-
 @forks
 def test_an_update_that_failed_says_so_in_both_processes() -> None:
     _, model = twins(stack()[0])
     workers = late(model)
-    some_steps(model, AdamW(model.parameters(), 0.01), 0, 3)
+    take_steps(model, AdamW(model.parameters(), 0.01), 3)
     workers.fails = "layers.1"
 
     def error_of() -> str:
@@ -258,12 +236,12 @@ def test_an_update_that_begins_during_a_fork_is_the_parents() -> None:
     """The child has the values of before: it waited for good for those that nobody makes there."""
     plain, streamed = twins(stack()[0])
     mine, theirs = AdamW(plain.parameters(), 0.01), AdamW(streamed.parameters(), 0.01)
-    some_steps(plain, mine, 0)
-    some_steps(streamed, theirs, 0)
-    with inside.begun_in_a_fork(streamed, lambda: some_steps(streamed, theirs, 3, 1)):
+    take_steps(plain, mine, 3)
+    take_steps(streamed, theirs, 3)
+    with inside.begun_in_a_fork(streamed, lambda: take_steps(streamed, theirs, 1, start=3)):
         found = in_child(lambda: values(streamed))
     assert same(plain, found)
-    some_steps(plain, mine, 3, 1)
+    take_steps(plain, mine, 1, start=3)
     assert_same(plain, streamed)
 
 
@@ -273,22 +251,22 @@ def test_a_child_trains_and_ends() -> None:
     """Then the parent does: each has a thread of its own for updates."""
     plain, streamed = twins(stack()[0])
     mine, theirs = AdamW(plain.parameters()), AdamW(streamed.parameters())
-    some_steps(plain, mine, 0)
-    some_steps(streamed, theirs, 0)
+    take_steps(plain, mine, 3)
+    take_steps(streamed, theirs, 3)
 
     def trains() -> list[Any]:
-        some_steps(streamed, theirs, 3)
+        take_steps(streamed, theirs, 3, start=3)
         return values(streamed)
 
     found = in_child(trains)
     assert_same(plain, streamed)
-    some_steps(plain, mine, 3)
-    some_steps(streamed, theirs, 3)
+    take_steps(plain, mine, 3, start=3)
+    take_steps(streamed, theirs, 3, start=3)
     assert same(plain, found)
     assert_same(plain, streamed)
     # one that ends as a program does does not wait for threads that its parent has
     child = multiprocessing.get_context("fork").Process(
-        target=some_steps, args=(streamed, AdamW(streamed.parameters()), 3)
+        target=take_steps, args=(streamed, AdamW(streamed.parameters()), 3)
     )
     child.start()
     child.join(CHILD_LIMIT_S)

@@ -36,6 +36,7 @@ from tests.interrupts import Places, traced
 from tests.stateful import side as loops
 from tests.stateful.late import AtCall, failing, late
 from tests.stateful.side import Side, copied
+from tests.zoo import difference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Both(RuleBasedStateMachine):
             if not isinstance(wanted, Exception):
                 raise got
             self.restart()
-        elif where := loops.difference(wanted, got, self.rtol):
+        elif where := difference(wanted, got, self.rtol):
             raise AssertionError(f"{act}{args}: {where}")
 
     def restart(self) -> None:
@@ -166,7 +167,7 @@ class Both(RuleBasedStateMachine):
             each.other.grad = None
 
     def compare(self) -> None:
-        if where := loops.difference(self.plain.shape(), self.ours.shape(), self.rtol):
+        if where := difference(self.plain.shape(), self.ours.shape(), self.rtol):
             raise AssertionError(f"{where}")
 
     def refused(self, bad: loops.Bad, number: int, act: str, *args: Any) -> None:
@@ -181,7 +182,7 @@ class Both(RuleBasedStateMachine):
             if able:
                 with pytest.raises(OptimizerError):
                     getattr(self.ours, act)(*args)
-                assert not loops.difference(before, self.ours.shape(buffers=False))
+                assert not difference(before, self.ours.shape(buffers=False))
         self.load_plain()  # buffers may have changed
 
     def interrupted(self, act: str, at: int, *args: Any) -> None:
@@ -367,7 +368,7 @@ class Training(Both):
             with traced(fails):
                 self.ours.step(0)
         except loops.Planted:
-            assert not loops.difference(before, self.ours.shape())
+            assert not difference(before, self.ours.shape())
         else:
             self.plain.step(0)
 
@@ -465,7 +466,7 @@ class Training(Both):
         self.plain.backward(0, "")
         for name, param in self.ours.params.items():
             wanted = (before[name], self.plain.params[name].grad)
-            assert any(not loops.difference(param.grad, each, self.rtol) for each in wanted), name
+            assert any(not difference(param.grad, each, self.rtol) for each in wanted), name
         self.load_plain()  # buffers may have changed
 
     @precondition(lambda self: self.anew and not self.plain.hooks)
@@ -503,6 +504,11 @@ class Training(Both):
             for k, how in enumerate(loops.GRADIENTS):
                 self.ordinary_step(k, True)
                 self.both("gradient", 2, how)
+                self.step(0)
+            for how in loops.STATES:  # of the step whose update is in flight
+                self.micro_batch(0, "", False)
+                self.step(0)
+                self.state((2, how))
                 self.step(0)
             self.micro_batch(0, "", False)
             self.forward(3, 1, "")

@@ -81,6 +81,32 @@ def equal(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
+def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
+    """Are two values equal in every bit, or but for rounding?"""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        a, b = a.detach(), b.detach()
+        rounded = rtol and a.shape == b.shape and a.is_floating_point()
+        if rounded:
+            return torch.allclose(a, b, rtol=rtol, atol=rtol, equal_nan=True)
+        return equal(a, b)
+    if hasattr(a, "__array__") and hasattr(b, "__array__"):
+        return same(torch.as_tensor(a), torch.as_tensor(b), rtol)
+    return bool(a == b) or bool(rtol and isinstance(a, float) and abs(a - b) <= rtol)
+
+
+def difference(a: Any, b: Any, rtol: float = 0.0, path: str = "") -> str:
+    """Where nested containers differ first; "" where they are equal."""
+    found: list[str] = []
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        found = [difference(x, y, rtol, f"{path}[{i}]") for i, (x, y) in pairs]
+    elif isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        found = [difference(a[k], b[k], rtol, f"{path}.{k}") for k in a]
+    elif not same(a, b, rtol):
+        found = [f"{path}: {a} and {b}"]
+    return next(filter(None, found), "")
+
+
 def unlike(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> list[str]:
     """The names of what is missing, or other in any bit."""
     names = [*want, *(name for name in got if name not in want)]
