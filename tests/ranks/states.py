@@ -85,16 +85,6 @@ def train(model: Any, optimizer: Optimizer, first: int, rank: int) -> None:
         model.zero_grad()
 
 
-def meshes_of_other_shapes(here: Here) -> None:
-    """Both have the same ranks, and groups of their own."""
-    found = []
-    for each in (here, here.pairs):
-        model, optimizer = shared(each)
-        train(model, optimizer, 0, here.rank)
-        found.append([whole(param) for param in model.parameters()])
-    assert all(map(torch.allclose, *found))
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -382,7 +372,6 @@ MORE: dict[str, Check] = {
     **{f"checkpoints, {states}": checkpointed(states) for states in STATES},
 }
 FOUR: dict[str, Check] = {
-    "meshes of other shapes": meshes_of_other_shapes,
     "save(), 2 x 2": lambda here: saves(here.pairs),
     "plain again, 2 x 2": lambda here: plain_again("8 bits")(here.pairs),
 }

@@ -25,6 +25,7 @@ from torch.optim import AdamW
 from megacompile import megacompile, save, unmegacompile
 from megacompile.errors import ModelError, RankError
 from tests import inside
+from tests.equality.nets import Applies
 from tests.inside import is_streamed, residents
 from tests.processes import group_of_one
 from tests.ranks.wrapped import Net, UsersLine, inputs, twins
@@ -32,28 +33,15 @@ from tests.ranks.wrapped import Net, UsersLine, inputs, twins
 Wrap: Any = DistributedDataParallel
 
 
-class Normed(nn.Module):
+class Normed(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.norm(layer(x))
-        return x
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
 
 
-class Outer(nn.Module):
+def outer(net: nn.Module, *, trained: bool) -> Any:
     """Has one more parameter than the model in it."""
-
-    def __init__(self, net: nn.Module, *, trained: bool) -> None:
-        super().__init__()
-        self.net = net
-        self.scale = nn.Parameter(torch.ones(1), requires_grad=trained)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.scale
+    scale = nn.Parameter(torch.ones(1), requires_grad=trained)
+    return Applies(lambda model, x: model.net(x) * model.scale, net=net, scale=scale)
 
 
 class Other(DistributedDataParallel):
@@ -69,7 +57,7 @@ def net() -> Iterator[nn.Module]:
 @pytest.mark.parametrize(
     ("wrap", "named"),
     [
-        (lambda net: Wrap(Outer(net, trained=True)), "'scale'"),
+        (lambda net: Wrap(outer(net, trained=True)), "'scale'"),
         (Other, "Other"),
         (lambda net: Wrap(net, mixed_precision=object()), "mixed_precision="),
         (lambda net: Wrap(net).join(), "join"),
@@ -122,9 +110,9 @@ def test_all_ranks_have_the_first_ones_values(
         return broadcast(tensor, *args, **options)
 
     monkeypatch.setattr(dist, "broadcast", noted)
-    outer = Outer(net, trained=False)
-    wrapped = DistributedDataParallel(outer, broadcast_buffers=False)
-    wanted = {outer.scale.data_ptr(), *(buffer.data_ptr() for buffer in net.buffers())}
+    around = outer(net, trained=False)
+    wrapped = DistributedDataParallel(around, broadcast_buffers=False)
+    wanted = {around.scale.data_ptr(), *(buffer.data_ptr() for buffer in net.buffers())}
     assert {tensor.data_ptr() for tensor in sent} == wanted
     wrapped(torch.ones(2, 4))
     assert len(sent) == len(wanted)

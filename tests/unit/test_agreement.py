@@ -8,11 +8,11 @@ Rates of GPUs that they measure, and of disks: with two processes, and who is sl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +33,7 @@ from megacompile.runtime.device.agreement import Agreement, Note, Wait
 from megacompile.runtime.device.ranks import Ranks
 from tests.processes import group_of_one
 from tests.ranks.here import error_of
+from tests.ranks.interconnect import Interconnect
 
 FORWARD = Collectives("forward of Net", ("0ALL_GATHER of a", "1ALL_GATHER of b"), "digest f")
 BACKWARD = Collectives("backward of Net", FORWARD.ops, "digest b")
@@ -153,9 +154,7 @@ class Threads:
 
     def __init__(self, hosts: str, patch: pytest.MonkeyPatch) -> None:
         self.hosts = hosts
-        self._mine = threading.local()
-        self._said: list[Any] = [None] * len(hosts)
-        self._all_here = threading.Barrier(len(hosts), timeout=100)
+        self.ranks = Interconnect(len(hosts))
         self.mesh: Any = SimpleNamespace(
             size=lambda: self.hosts.count(self.host()), get_rank=lambda: self.rank, ndim=1
         )
@@ -165,27 +164,18 @@ class Threads:
 
     @property
     def rank(self) -> int:
-        return self._mine.rank
+        return self.ranks.current
 
     def host(self) -> str:
         return self.hosts[self.rank]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self._said[self.rank] = value
-        self._all_here.wait()
-        found = list(self._said)
-        self._all_here.wait()
-        return found
+        return self.ranks.exchange(self.rank, "what each says", value)
 
     def each(self, body: Callable[[int], Any]) -> Any:
         """What each rank finds: the same."""
-
-        def bound(rank: int) -> Any:
-            self._mine.rank = rank
-            return body(rank)
-
-        with ThreadPoolExecutor(len(self.hosts)) as threads:
-            first, *others = threads.map(bound, range(len(self.hosts)))
+        bodies = [functools.partial(body, rank) for rank in range(len(self.hosts))]
+        first, *others = self.ranks.run(bodies, seed=0)
         assert others == [first] * len(others)
         return first
 
