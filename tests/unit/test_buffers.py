@@ -41,24 +41,6 @@ def slots_of(*sizes: int) -> DeviceSlots:
     return made
 
 
-def test_weights_are_views_with_the_values_of_the_bucket() -> None:
-    values = odd_tensors()
-    layout = layout_of(values)
-    slots = slots_of(16, layout.size_bytes + 1000)
-    slot = Slot(1, layout.size_bytes)
-    flat = slots.flat(slot, layout)
-    assert (flat.numel(), flat.data_ptr()) == (layout.size_bytes, slots.buffers[1].data_ptr())
-    weights = slots.weights(slot, layout)
-    for factor in (1, 2):  # they show what is in the slot now
-        for place, value in zip(layout.params, values, strict=True):
-            if place.numel:  # as a prefetch fills it
-                part = flat[place.offset_bytes : place.offset_bytes + place.size_bytes]
-                part.view(place.dtype).as_strided(place.shape, place.stride).copy_(value * factor)
-        for place, weight, value in zip(layout.params, weights, values, strict=True):
-            assert torch.equal(weight, value * factor)
-            assert (weight.dtype, weight.stride()) == (place.dtype, place.stride)
-
-
 def test_views_of_a_buffer_that_grew_or_is_forgotten_are_made_anew() -> None:
     """Buckets that are laid out anew may have the keys of old ones, and other sizes."""
     layout, new = layout_of([torch.ones(8)]), layout_of([torch.ones(2, 2)])

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.cost.memory import device_memory
@@ -25,10 +24,10 @@ from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
 from megacompile.ir.plan import Choice, Placement, Places, Tier, first_to_disk
 from megacompile.ir.schedule import Schedule
-from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.planner import nearest, search
 from megacompile.plan.problem import DEVICE, DISK, HOST, Problem
 from megacompile.verify.proof import hazards
+from tests.equality.nets import Applies
 from tests.planned import (
     GIB,
     MODES,
@@ -40,6 +39,7 @@ from tests.planned import (
     wide_problem,
     with_drive,
 )
+from tests.unit.test_planner import Block
 from tests.zoo import Tower
 
 WIDTH = 1024
@@ -69,25 +69,20 @@ def test_buckets_go_where_the_plan_wants_them_once() -> None:
     assert made.schedule().plan == schedule.plan and sought(made) is found, "nothing is sought anew"
 
 
-class Broken(nn.Module):
+def broken(model: Any, x: Tensor) -> Tensor:
     """Two captured graphs with different layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.second = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.first:
-            x = x + torch.tanh(layer(x))
-        torch._dynamo.graph_break()
-        for layer in self.second:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
+    for layer in model.first:
+        x = x + torch.tanh(layer(x))
+    torch._dynamo.graph_break()
+    for layer in model.second:
+        x = x + torch.tanh(layer(x))
+    return x.square().mean()
 
 
 def two_programs(gpu_memory: int, **options: Any) -> list[Any]:
-    return captured(Broken(), 64, WIDTH, dtype=torch.float32, gpu_memory=gpu_memory, **options)
+    first, second = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+    model = Applies(broken, first=first, second=second)
+    return captured(model, 64, WIDTH, dtype=torch.float32, gpu_memory=gpu_memory, **options)
 
 
 @pytest.mark.parametrize(("layers", "left"), [(4.5, 1), (5.5, 3)])
@@ -166,29 +161,9 @@ CHOICES = (
 )
 
 
-class Layer(nn.Module):
-    """One that saves a dozen tensors; its dropout draws."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv = nn.Linear(width, 3 * width)
-        self.gate, self.up = (nn.Linear(width, 2 * width) for _ in range(2))
-        self.down = nn.Linear(2 * width, width)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 64)).transpose(1, 3)
-        query, key, value = heads.unbind(2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + F.dropout(mixed.transpose(1, 2).flatten(2), self.dropout)
-        hidden = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-
-
 @functools.cache
 def problem(in_backward: bool, dropout: float) -> Any:
-    model = nn.Sequential(*(Layer(1024, dropout) for _ in range(6)))
+    model = nn.Sequential(*(nn.Sequential(Block(1024), nn.Dropout(dropout)) for _ in range(6)))
     (program,) = captured(model, 4, 2048, 1024, in_backward=in_backward, state_dtype=torch.float32)
     return problem_of(program)
 
@@ -229,17 +204,10 @@ def test_a_draft_predicts_what_the_schedule_of_its_choice_does(
 @functools.cache
 def deep(disk_saved: bool | None = None) -> Any:
     """With a disk of 100 GiB."""
-    options = replace(
-        abstract_options(device="cpu", activations="offload"),
-        disk="/absent",
-        disk_memory=100 * GIB,
-        disk_saved=disk_saved,
-    )
     # little to train, and large values between layers
     tower = Tower((nn.Linear(512, 512) for _ in range(20)), lambda layer, x: layer(x).relu())
-    model = tower.to("meta", torch.bfloat16)
-    x = torch.empty(2**18, 512, device="meta", dtype=torch.bfloat16)
-    (made,) = abstract_programs(model, (x,), options=options, hardware=with_drive(3.0))
+    options: dict[str, Any] = {"activations": "offload", "disk": {"disk_saved": disk_saved}}
+    (made,) = captured(tower, 2**18, 512, hardware=with_drive(3.0), **options)
     return problem_of(made, budget_bytes=3 * GIB, disk_budget_bytes=100 * GIB)
 
 

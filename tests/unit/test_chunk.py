@@ -258,8 +258,6 @@ def test_chunks_are_tiles_and_equal() -> None:
         assert rows_of_a_chunk(rows, row_bytes, 2**30) == expected
 
 
-bind_operators()
-
 INNER, WORDS, CHUNK = 12, 97, 64
 IGNORED = -100
 
@@ -301,11 +299,7 @@ def make(
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g).requires_grad_()
 
-    hidden, weight, offset = (
-        leaf(rows, INNER),
-        leaf(WORDS, INNER),
-        leaf(WORDS),
-    )
+    hidden, weight, offset = (leaf(rows, INNER), leaf(WORDS, INNER), leaf(WORDS))
     of_class = torch.rand(WORDS, generator=g) if weighted else None
     return ChunkedHead(hidden, weight, offset if bias else None, target, of_class, options)
 

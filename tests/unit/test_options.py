@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import megacompile as module
 from megacompile import Activations, Head, Lowering, Options, megacompile, notices, schedules
@@ -258,15 +258,6 @@ def test_what_is_asked_for_is_printed_and_nothing_else(
         assert (schedule.code() in printed) == ("+" in value), "that is DEBUG"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x))
-
-
 def shared(model: nn.Module) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
@@ -279,15 +270,12 @@ def compiled(model: nn.Module) -> None:
     model.compile()  # the line
 
 
-CASES: dict[Callable[[nn.Module], None], str] = {
-    shared: "shares its memory",
-    compiled: "compile()",
-}
+CASES: dict[Callable[[nn.Module], None], str] = {shared: "shares its memory", compiled: "compile()"}
 
 
 @pytest.mark.parametrize("run", CASES)
 def test_it_points_at_the_users_line(run: Callable[[nn.Module], None]) -> None:
-    model = megacompile(Net(), device="cpu")
+    model = megacompile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), device="cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(model)

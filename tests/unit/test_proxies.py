@@ -24,13 +24,8 @@ from torch.optim import AdamW
 
 from megacompile import compat, megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.params.gradient_guards import (
-    is_taken,
-    is_unsummed,
-    leave_unsummed,
-    take,
-)
-from megacompile.runtime.params.proxies import Link, ParamSource, StreamedParameter, StreamedView
+from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, leave_unsummed, take
+from megacompile.runtime.params.proxies import Link, ParamSource, StreamedParameter
 from tests.processes import group_of_one
 from tests.stateful.late import late
 from tests.zoo import equal
@@ -137,17 +132,6 @@ def test_writes_reach_the_host_tensor() -> None:
         now = host._version
         _ = proxy + proxy[0] + proxy.detach().sum()
         assert host._version == now, "reading is none"
-
-
-def test_a_view_stands_for_the_view_of_the_host_tensor() -> None:
-    _, host, proxy = pair()
-    for view in (proxy[1], proxy.t(), proxy.detach(), proxy.view(-1)[2:], proxy.chunk(2)[0]):
-        assert type(view) is StreamedView and view.device == proxy.device
-        assert not any(isinstance(each, nn.Parameter) for each in [view, view.detach()])
-        assert view.host.untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
-    elsewhere = StreamedParameter(host.t(), torch.device("cuda", 1))
-    assert (elsewhere.device, elsewhere.stride()) == (torch.device("cuda", 1), (1, 4))
-    assert Tensor.data_ptr(elsewhere) == 0, "it holds no data"
 
 
 def test_data_of_another_shape_or_dtype_is_refused() -> None:

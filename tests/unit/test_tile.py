@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megacompile.ir.tiles import Axis, Piece, Result, pieces_of
 from megacompile.passes.stages.lower import lower_pieces
 from megacompile.passes.stages.tile import tile
-from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
+from megacompile.passes.stages.tokenwise import Tokens
 
 W = 6  # of activations
 X = (2, 10, W)  # batch, tokens, width
@@ -160,13 +160,6 @@ def test_what_looks_at_other_tokens_gets_them_all(name: str) -> None:
     module = traced(NOT_TOKENWISE[name], X, (W, W))
     whole = {piece.is_whole for piece in in_pieces(module, Tokens(X, 1), 5, (X, (W, W)))}
     assert whole == {True, False}, "the product in front of it is in tiles"
-
-
-def test_tensors_joined_along_the_tokens_are_not_tokenwise() -> None:
-    """By the rule alone: what a tile of them would be is found out late, and costs a search."""
-    module = traced(NOT_TOKENWISE["two behind one another"], X, (W, W))
-    acts = find_tokenwise(module.graph, Tokens(X, 1), frozenset({"w_1"}))
-    assert {"mm", "cat"} & {node.name for node in acts} == {"mm"}
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:

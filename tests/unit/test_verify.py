@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import fx
 
 from megacompile import Activations
@@ -27,31 +26,7 @@ from megacompile.verify.proof import HazardKind, hazards, verify
 from tests import mutants, prove
 from tests.edits import edited, find
 from tests.mutants import Harm
-from tests.planned import EVERYTHING, built, planned
-
-SHARED: dict[str, Any] = {"reads": {3: "3 0"}}
-STEPPING: dict[str, Any] = {"device_update": {0}, "resident": {3}, "helps": True}
-SPECS: dict[str, dict[str, Any]] = {  # options of `built`
-    "plain": {},
-    "two stages": {"stages": 2},
-    "adding": {"accumulate": True},
-    "shared": SHARED,
-    "holding": {"reuse": True},
-    "random": {"random": {1, 2}},
-    "keeping": {"keep": {2}},
-    "changing": {"changes": {1}},
-    "inference": {"training": False},
-    "two stages, inference": {"stages": 2, "training": False},
-    "norms": {"inductor": True},
-    "updating": {"update": True},
-    "updating, masters": {"update": True, "compute_dtype": torch.bfloat16},
-    "updating, adding": {"update": True, "accumulate": True},
-    "offloading": {"offload": {1, 2}},
-    "kept there": {"offload": {1, 2}, "keep": {1, 2}},
-    "stepping": STEPPING,
-    "stepping, two on the device": {**STEPPING, "device_update": {0, 1}},
-    "shared, on the device": {**SHARED, "device_update": {0}},
-}
+from tests.planned import SPECS, built, planned
 
 LINE = "0F 1F 2F 3F 4F"
 PLANS: dict[str, Callable[[], Schedule]] = {
@@ -139,31 +114,6 @@ def test_the_table_has_every_kind_of_hazard_once_at_least() -> None:
     kinds = {found.partition(":")[0] for fault in FAULTS for found in fault.found}
     assert kinds == {kind.value for kind in HazardKind}
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-
-
-# What is right.
-
-RIGHT: list[dict[str, Any]] = [
-    *SPECS.values(),
-    {"stages": 1},
-    {"stages": 2, "reuse": True, "reads": {1: "1 0"}},
-    {"resident": {0, 1, 2, 3}},
-    {"device_update": {0, 1, 2, 3}, "reuse": True},
-    {"update": True, "offload": {1, 2, 3}, "keep": {3}},
-    {**SHARED, "update": True},
-    {**SHARED, "still": (0,), "accumulate": True, "device_update": {0, 1}},
-    {**STEPPING, **SHARED, "accumulate": True},
-    {**EVERYTHING, "inductor": True},
-    {**EVERYTHING, "update": True, "compute_dtype": torch.bfloat16},
-    {**EVERYTHING, "offload": {0, 1, 2, 3}},
-]
-
-
-def test_a_correct_schedule_has_no_hazards() -> None:
-    for spec in RIGHT:
-        assert hazards(built(**spec)) == [], str(spec)
-    for name in PLANS:
-        verify(right(name))
 
 
 def test_it_ends_on_values_that_are_made_of_one_another() -> None:
