@@ -82,13 +82,7 @@ def no_host_memory(machine: Machine) -> Iterator[None]:
 def few_buffers(rng: random.Random) -> Iterator[None]:
     """For its duration schedules are planned with any number of buffers, down to one."""
     with ExitStack() as stack:
-        for module, name in (
-            (insert_disk, "STATE_SETS"),
-            (insert_disk, "SAVED_SETS"),
-            (insert_disk, "WEIGHT_SETS"),
-            (insert_disk, "NEW_SETS"),
-            (insert_disk, "LANDING_SETS"),
-        ):
+        for kind in ("STATE", "SAVED", "WEIGHT", "NEW", "LANDING"):
             count = rng.choice((1, 2, 4))
-            stack.enter_context(mock.patch.object(module, name, count))
+            stack.enter_context(mock.patch.object(insert_disk, f"{kind}_SETS", count))
         yield

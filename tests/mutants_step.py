@@ -17,6 +17,7 @@ from megacompile.ir.edges import Token, token_of
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from tests import mutants
+from tests.edits import awaited, wait
 
 Edit = Callable[[Schedule, random.Random], "Schedule | str"]
 
@@ -42,22 +43,13 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str, str]:
 # raises IndexError, as in `tests.mutants`.
 
 
-def _after(node: fx.Node) -> tuple[fx.Node, ...]:
-    after: Any = node.kwargs.get("after", ())
-    return tuple(after)
-
-
-def _wait_for(node: fx.Node, after: tuple[fx.Node, ...]) -> None:
-    node.kwargs = {"after": after} if after else {}
-
-
 def _named_by(schedule: Schedule) -> list[tuple[fx.Node, fx.Node]]:
     """Ops, and the tokens that they wait for."""
     return [
         (node, token)
         for graph in schedule.graphs.values()
         for node in graph.nodes
-        for token in _after(node)
+        for token in awaited(node)
         if token_of(token) is not None
     ]
 
@@ -71,7 +63,7 @@ def other_token(schedule: Schedule, rng: random.Random) -> str:
     node, token = rng.choice(_named_by(schedule))
     others = [n for n in node.graph.find_nodes(op="placeholder") if token_of(n) and n is not token]
     other = rng.choice(others)
-    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
+    wait(node, [other if n is token else n for n in awaited(node)])
     return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
 
 
@@ -127,8 +119,8 @@ def _erase(node: fx.Node) -> None:
         elif user.target is ops.help_host:
             updates: Any = user.args[0]
             user.args = (tuple(n for n in updates if n is not node),)
-        elif node in _after(user):
-            _wait_for(user, tuple(n for n in _after(user) if n is not node))
+        elif node in awaited(user):
+            wait(user, [n for n in awaited(user) if n is not node])
         else:
             _erase(user)
     node.graph.erase_node(node)
@@ -147,7 +139,7 @@ def update_again(schedule: Schedule, rng: random.Random) -> str:
     with node.graph.inserting_after(node):
         again = node.graph.node_copy(node)
     if rng.random() < 0.5:
-        _wait_for(again, (node,))
+        wait(again, [node])
     if rng.random() < 0.5:
         _return(node.graph, (*ops.returned(node.graph)[-1], again))
     return f"{ops.label(node)} {node.name} comes twice"
@@ -173,7 +165,7 @@ def keep_elsewhere(schedule: Schedule, rng: random.Random) -> str:
     """Gradients go to the host as if their bucket were there, or stay on the device."""
     backward = schedule.backward
     found = [] if backward is None else ops.nodes_of(backward, ops.keep_grad, ops.offload_grad)
-    node = rng.choice([node for node in found if len(node.args) == 2 and not _after(node)])
+    node = rng.choice([node for node in found if len(node.args) == 2 and not awaited(node)])
     was = ops.label(node)
     node.target = ops.offload_grad if node.target is ops.keep_grad else ops.keep_grad
     return f"{was} {node.name} is {ops.label(node)}"
@@ -220,9 +212,9 @@ def leave_less(schedule: Schedule, rng: random.Random) -> str:
 
 def free_at_once(schedule: Schedule, rng: random.Random) -> str:
     """Memory goes without a wait, or without one of two."""
-    node = rng.choice([n for n in _inside(schedule, ops.free, ops.defer_free) if _after(n)])
-    lost = rng.choice(_after(node))
-    _wait_for(node, tuple(n for n in _after(node) if n is not lost))
+    node = rng.choice([n for n in _inside(schedule, ops.free, ops.defer_free) if awaited(n)])
+    lost = rng.choice(awaited(node))
+    wait(node, [n for n in awaited(node) if n is not lost])
     if rng.random() < 0.3:
         node.target = ops.free
     return f"{ops.label(node)} {node.name} does not wait for {lost.name}"

@@ -41,6 +41,29 @@ EVERYTHING: dict[str, Any] = {  # of `built`
     "keep": {2},
     "changes": {1, 3},
 }
+_SHARED: dict[str, Any] = {"reads": {3: "3 0"}}
+_STEPPING: dict[str, Any] = {"device_update": {0}, "resident": {3}, "helps": True}
+SPECS: dict[str, dict[str, Any]] = {  # others; `verify` says nothing of them
+    "plain": {},
+    "two stages": {"stages": 2},
+    "adding": {"accumulate": True},
+    "shared": _SHARED,
+    "holding": {"reuse": True},
+    "random": {"random": {1, 2}},
+    "keeping": {"keep": {2}},
+    "changing": {"changes": {1}},
+    "inference": {"training": False},
+    "two stages, inference": {"stages": 2, "training": False},
+    "norms": {"inductor": True},
+    "updating": {"update": True},
+    "updating, masters": {"update": True, "compute_dtype": torch.bfloat16},
+    "updating, adding": {"update": True, "accumulate": True},
+    "offloading": {"offload": {1, 2}},
+    "kept there": {"offload": {1, 2}, "keep": {1, 2}},
+    "stepping": _STEPPING,
+    "stepping, two on the device": {**_STEPPING, "device_update": {0, 1}},
+    "shared, on the device": {**_SHARED, "device_update": {0}},
+}
 _PLACES = ("resident", "on_disk", "weights_on_disk")
 
 # The passes by name, as they are called there.
@@ -238,14 +261,18 @@ def captured(
     in_backward: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     hardware: Hardware = H200,
+    disk: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[AbstractProgram]:
-    """The captured graphs of a model on meta that gets one tensor of that shape."""
+    """The captured graphs of a model on meta that gets one tensor of that shape; `disk` are options
+    of a disk of 100 GiB."""
     model = model.to("meta", dtype)
     if in_backward:
         options["optimizer"] = torch.optim.AdamW(model.parameters())
     x = torch.empty(*shape, device="meta", dtype=dtype)
     resolved = abstract_options(device="cpu", **options)
+    if disk is not None:
+        resolved = replace(resolved, disk="/absent", disk_memory=100 * GIB, **disk)
     return abstract_programs(model, (x,), options=resolved, hardware=hardware)
 
 
@@ -284,16 +311,8 @@ def wide(
 ) -> AbstractProgram:
     """Sixteen equal layers behind a large one, on a machine with a drive."""
     options: dict[str, Any] = {"in_backward": in_backward, "state_dtype": state_dtype}
-    (made,) = captured(equal_behind(), 4096, 2048, hardware=DISK, **options)
-    if not disk_weights:
-        return made
-    stored: dict[str, Any] = {"disk": "/absent", "disk_memory": 100 * GIB, "disk_weights": True}
-    given = replace(made.compiler.setting.options, **stored)
-    x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
-    model = equal_behind().to("meta", torch.bfloat16)
-    if in_backward:
-        given = replace(given, optimizer=torch.optim.AdamW(model.parameters()))
-    return abstract_programs(model, (x,), options=given, hardware=DISK)[0]
+    options |= {"disk": {"disk_weights": True}} if disk_weights else {}
+    return captured(equal_behind(), 4096, 2048, hardware=DISK, **options)[0]
 
 
 def wide_problem(

@@ -207,11 +207,6 @@ def train(model: Any, net: Net, choice: Choice, optimizer: Any, *, first: int = 
     return seen | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def _param_bytes(model: torch.nn.Module) -> int:
-    """Of all parameters; with gradients or states no more than half of the buckets fit there."""
-    return sum(param.nbytes for param in model.parameters())
-
-
 def differences(wanted: Result, got: Result, *, rtol: float = 0.0) -> list[str]:
     found = sorted(wanted.keys() ^ got.keys())
     for name in wanted.keys() & got.keys():
@@ -238,6 +233,8 @@ def _store(model: Any, bits: int) -> None:
 
 def streamed(model: Any, choice: Choice, optimizer: Any, mesh: Any = None) -> adversary.Adversary:
     """Megacompile a model as chosen, and put it on an adversarial device."""
+    # with gradients or states no more than half of the buckets fit there
+    some = str(sum(param.nbytes for param in model.parameters()))
     megacompile(
         model,
         device="cpu",
@@ -249,7 +246,7 @@ def streamed(model: Any, choice: Choice, optimizer: Any, mesh: Any = None) -> ad
         disk_weights=choice.disk_weights,
         activations="offload" if choice.offload else "auto",
         disk_saved=choice.disk_saved,
-        resident=(0, f"{_param_bytes(model)}", "all")[choice.resident],
+        resident=(0, some, "all")[choice.resident],
         mesh=mesh,
     )
     if choice.disk and choice.stored >= 0:

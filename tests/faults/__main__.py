@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import operator
 import re
 import sys
 import time
@@ -46,7 +47,8 @@ class Map:
         """Run the suite once, with probes."""
         tree = Tree(root)
         try:
-            for path, group in itertools.groupby(sorted(FAULTS, key=_path), key=_path):
+            by_path = operator.attrgetter("path")
+            for path, group in itertools.groupby(sorted(FAULTS, key=by_path), key=by_path):
                 tree.write(path, probed((root / path).read_text(), list(group)))
             run = tree.pytest(["-n", str(workers), "--dist", "worksteal", "tests"])
         finally:
@@ -70,10 +72,6 @@ class Map:
         imported = not reaching and "" in self.reached[fault.id]
         wanted = [test for test in self.times_s if imported or _file(test) in files]
         return sorted(wanted, key=lambda test: (test not in reaching, self.times_s[test]))
-
-
-def _path(fault: Fault) -> str:
-    return fault.path
 
 
 def _file(test: str) -> str:

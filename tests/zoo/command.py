@@ -12,12 +12,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tests.zoo import diffusion, of_torch, senses, texts
-from tests.zoo.compare import Result, compare, counted
+from tests.zoo.compare import Result, compare, count
 from tests.zoo.entry import PACKAGES, Entry, Family, is_installed, prepare, version
 
 prepare()  # before any other package imports torchvision
@@ -26,16 +26,15 @@ FILES = (texts, senses, of_torch, diffusion)
 ENTRIES: dict[str, Entry] = {entry.name: entry for file in FILES for entry in file.ENTRIES}
 
 INDUCTOR = 1e-3  # of the largest value: fused kernels add in another order
+T = TypeVar("T")
 PER_PROCESS = 12  # models; what a compiler keeps of them goes with the process
 
 
-def run(name: str, *, gpu: bool = False, tiles: int = 1) -> tuple[str, Result | str]:
-    """Compare one entry; gives its name, and the traceback where it fails."""
+def run(function: Callable[[Entry], T], name: str) -> tuple[str, T | str]:
+    """What a function gives of an entry, or the traceback where it fails; and the name."""
     torch.set_num_threads(1)
     try:
-        if gpu:
-            return name, compare(ENTRIES[name], device="cuda", lowering="inductor", tiles=tiles)
-        return name, compare(ENTRIES[name], tiles=tiles)
+        return name, function(ENTRIES[name])
     except Exception:
         return name, traceback.format_exc()
 
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows[name] = row | ({"Inductor": before["Inductor"]} if before else {})
     if options.write:
         versions = versions_of(text) if options.gpu else _versions()
-        text = _page(rows, written, versions)
+        text = page(rows, written, versions)
         PAGE.write_text(text)
     changed = changes(rows, text)
     for line in changed:
@@ -113,7 +112,8 @@ def _compare_all(
     results: dict[str, Result] = {}
     failed: list[str] = []
     with contextlib.suppress(KeyboardInterrupt):
-        one = functools.partial(run, gpu=gpu, tiles=tiles)
+        how: dict[str, Any] = {"device": "cuda", "lowering": "inductor"} if gpu else {}
+        one = functools.partial(compare, tiles=tiles, **how)
         for name, result in _each(one, chosen, jobs, failed):
             results[name] = result
             wrong = faults(chosen[name], result, gpu=gpu, tiles=tiles)
@@ -135,7 +135,7 @@ def _count_all(chosen: dict[str, Entry], jobs: int) -> int:
     names = [name for name, entry in chosen.items() if entry.needs == "transformers"]
     more = 0
     failed: list[str] = []
-    for _, result in _each(_counted, names, jobs, failed):
+    for _, result in _each(count, names, jobs, failed):
         more += result.is_more or not result.equal
         print(result.line(), *(f"    {why}" for why in result.why), sep="\n", flush=True)
     print(
@@ -145,31 +145,18 @@ def _count_all(chosen: dict[str, Entry], jobs: int) -> int:
     return 1 if more or failed else 0
 
 
-def _counted(name: str) -> tuple[str, Any]:
-    return counted(name, ENTRIES[name])
-
-
 def _each(
-    function: Callable[[str], tuple[str, Any]], names: Iterable[str], jobs: int, failed: list[str]
-) -> Iterator[tuple[str, Any]]:
+    function: Callable[[Entry], T], names: Iterable[str], jobs: int, failed: list[str]
+) -> Iterator[tuple[str, T]]:
     """The names and results of a function in processes; the names of those that fail are noted."""
+    one = functools.partial(run, function)
     with get_context("spawn").Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
-        for name, result in pool.imap_unordered(function, names, chunksize=1):
+        for name, result in pool.imap_unordered(one, names, chunksize=1):
             if isinstance(result, str):
                 failed.append(name)
                 print(f"{name}: FAILED\n{result}", flush=True)
             else:
                 yield name, result
-
-
-def _page(rows: dict[str, Row], written: dict[str, Row], versions: str) -> str:
-    """The page with these rows, and those that are on it of models that were not compared."""
-    merged = {name: rows.get(name, written.get(name)) for name in ENTRIES}
-    by_family = {
-        family: [row for n, row in merged.items() if row and ENTRIES[n].family is family]
-        for family in Family
-    }
-    return page(by_family, versions)
 
 
 def _versions() -> str:
@@ -212,18 +199,16 @@ def rounded_up(error: float) -> str:
     return "0" if error == 0 else f"1e{math.ceil(math.log10(error))}"
 
 
-def page(rows: Mapping[Family, Sequence[Row]], versions: str) -> str:
-    """The whole of docs/zoo.md."""
+def page(rows: Mapping[str, Row], written: Mapping[str, Row], versions: str) -> str:
+    """The whole of docs/zoo.md: these rows, and those that are on it of other models."""
+    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    merged = {name: rows.get(name, written.get(name)) for name in ENTRIES}
     parts = [INTRODUCTION, f"{_MADE}{versions}.\n"]
-    for family, of_family in rows.items():
-        if of_family:
-            parts += [f"## {family.value}\n", "\n".join(_table(of_family)) + "\n"]
+    for family in Family:
+        table = [line(row) for n, row in merged.items() if row and ENTRIES[n].family is family]
+        if table:
+            parts += [f"## {family.value}\n", "\n".join([*head, *table]) + "\n"]
     return "\n".join(parts)
-
-
-def _table(rows: Iterable[Row]) -> list[str]:
-    head = f"| {' | '.join(COLUMNS)} |"
-    return [head, "|---" * len(COLUMNS) + "|", *map(line, rows)]
 
 
 def versions_of(text: str) -> str:

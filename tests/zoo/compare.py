@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import random
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -173,16 +173,16 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from leaves(vars(value), name)
 
 
+_of_tensors = functools.partial(torch.utils._pytree.tree_map_only, Tensor)
+
+
 def _in_double(entry: Entry) -> Entry:
     """The entry, with inputs for a model in float64."""
 
-    def double(value: Any) -> Any:
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        return value.double() if floats else value
+    def double(value: Tensor) -> Tensor:
+        return value.double() if value.is_floating_point() else value
 
-    return dataclasses.replace(
-        entry, call=lambda: torch.utils._pytree.tree_map(double, entry.call())
-    )
+    return dataclasses.replace(entry, call=lambda: _of_tensors(double, entry.call()))
 
 
 def _leave_out_dropout(model: nn.Module) -> None:
@@ -215,15 +215,8 @@ def _evaluate(model: nn.Module, entry: Entry, device: str) -> Any:
 def _call(model: nn.Module, entry: Entry, seed: int, device: str) -> Any:
     torch.manual_seed(seed)
     random.seed(seed)
-    return model(**_moved(entry.call(), device))
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {k: _moved(v, device) for k, v in value.items()}
-    return type(value)(_moved(v, device) for v in value) if isinstance(value, list) else value
+    call: Any = _of_tensors(lambda tensor: tensor.to(device), entry.call())
+    return model(**call)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -304,15 +297,6 @@ def count(entry: Entry) -> Counted:
         all(abs(a - b) <= tolerance * abs(a) for a, b in losses),
         tuple(dict.fromkeys(line for line in late if "own code" in line)),
     )
-
-
-def counted(name: str, entry: Entry) -> tuple[str, Counted | str]:
-    """`count` of an entry, with the traceback where it fails."""
-    torch.set_num_threads(1)
-    try:
-        return name, count(entry)
-    except Exception:
-        return name, traceback.format_exc()
 
 
 def resized(call: Call, rows: int, longer: int) -> Call:

@@ -74,9 +74,7 @@ ENTRIES: list[Entry] = [
     of_diffusers("VQModel", "block_out_channels=(8,) norm_num_groups=4", _image),
     of_diffusers("DiTTransformer2DModel", "LATENTS num_embeds_ada_norm=10", _dit),
     of_diffusers(
-        "PixArtTransformer2DModel",
-        "LATENTS cross_attention_dim=32 caption_channels=16",
-        _pixart,
+        "PixArtTransformer2DModel", "LATENTS cross_attention_dim=32 caption_channels=16", _pixart
     ),
     of_diffusers(
         "SD3Transformer2DModel",

@@ -165,10 +165,6 @@ def _pairs() -> Call:
     }
 
 
-def _siglip() -> Call:
-    return {**_pairs(), "input_ids": ids(BATCH, 8, below=60)}
-
-
 def _prompt() -> Call:
     """Four tokens that stand for the image, before a text."""
     tokens = ids(BATCH, 12, below=60)
@@ -227,7 +223,7 @@ def reader(
 
 MULTIMODAL: list[Entry] = [
     *reader("clip", "TINY", "SIGHT", "projection_dim=16", _pairs, "CLIPModel"),
-    *reader("siglip", "TINY", "SIGHT", "", _siglip, "SiglipModel"),
+    *reader("siglip", "TINY", "SIGHT", "", _pairs, "SiglipModel"),
     *reader(
         "llava",
         "GROUPED model_type=llama",

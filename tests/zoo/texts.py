@@ -69,11 +69,7 @@ DECODERS: list[Entry] = [
         "first_k_dense_replace=1",
     ),
     *decoder("mamba", "STATES", rounding={"eager": SCAN}, **ALONE),
-    *decoder(
-        "mamba2",
-        "STATES num_heads=4 head_dim=16 n_groups=2 chunk_size=4",
-        **ALONE,
-    ),
+    *decoder("mamba2", "STATES num_heads=4 head_dim=16 n_groups=2 chunk_size=4", **ALONE),
     *decoder(
         "rwkv",
         "vocab_size=64 hidden_size=32 num_hidden_layers=2 attention_hidden_size=32",
