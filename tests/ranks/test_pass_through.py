@@ -26,9 +26,9 @@ from megacompile import megacompile, save, unmegacompile
 from megacompile.errors import ModelError, RankError
 from tests import inside
 from tests.equality.nets import Applies
-from tests.inside import is_streamed, residents
+from tests.inside import is_streamed
 from tests.processes import group_of_one
-from tests.ranks.wrapped import Net, UsersLine, inputs, twins
+from tests.ranks.wrapped import Net, inputs, twins
 
 Wrap: Any = DistributedDataParallel
 
@@ -156,23 +156,6 @@ def test_a_model_that_lives_keeps_no_group_that_was_destroyed() -> None:
 def node_of(model: nn.Module) -> Any:
     """What adds up the gradient of a parameter."""
     return get_gradient_edge(model.get_parameter("head.weight")).node
-
-
-def test_buckets_move_where_nobody_holds_nodes() -> None:
-    model = megacompile(UsersLine(), gpu_memory="1GiB")
-    model(inputs()).mean().backward()
-    called: list[Any] = []
-    node = node_of(model)
-    handle = node.register_hook(lambda *gradients: called.append(gradients))
-    with pytest.warns(UserWarning, match=r"'head\.weight'"):
-        model(inputs()).mean().backward()
-    assert len(called) == 1 and not residents(model)
-    handle.remove()
-    free = megacompile(Net(), gpu_memory="1GiB")
-    free(inputs()).mean().backward()
-    with torch.inference_mode():
-        free(inputs())
-    assert residents(free)
 
 
 def test_a_data_parallel_that_would_call_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import megacompile, schedules
 from tests import inside
@@ -39,25 +39,15 @@ class Tiny(nn.Module):
 
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
-SWITCHES = ("flash", "mem_efficient", "math", "cudnn")
-
-
-@contextlib.contextmanager
-def kind(number: int) -> Iterator[None]:
-    """One of 16 kinds of call, which the same captured graph serves: which kernels are allowed."""
-    cuda: Any = torch.backends.cuda
-    before = [getattr(cuda, f"{name}_sdp_enabled")() for name in SWITCHES]
-    try:
-        for i, name in enumerate(SWITCHES):
-            getattr(cuda, f"enable_{name}_sdp")(bool(number >> i & 1))
-        yield
-    finally:
-        for name, was in zip(SWITCHES, before, strict=True):
-            getattr(cuda, f"enable_{name}_sdp")(was)
+KERNELS = (
+    *(SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+    *(SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION),
+)
 
 
 def loss_of(model: Any, number: int) -> Tensor:
-    with kind(number):
+    """A kind of call, which the same captured graph serves: which kernels are allowed."""
+    with sdpa_kernel([each for i, each in enumerate(KERNELS) if (number + 1) >> i & 1]):
         loss: Tensor = model(X)
     return loss
 

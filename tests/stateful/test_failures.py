@@ -24,11 +24,8 @@ from tests import inside, zoo
 from tests.equality.nets import Applies
 from tests.interrupts import traced
 from tests.stateful.late import AtCall
+from tests.stateful.side import Planted
 from tests.zoo import WIDTH, Block, Stack, assert_same, batch, step
-
-
-class Planted(Exception):
-    """What the tests let fail."""
 
 
 def test_a_failed_step_leaves_no_tensors() -> None:

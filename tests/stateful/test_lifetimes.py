@@ -333,20 +333,11 @@ def test_after_an_update_in_the_backward() -> None:
     take_steps(model, optimizer, 2)
 
 
-class Adapter(nn.Module):
-    """As PEFT's layers say it: active, and not merged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(4, 4)
-        self.active_adapters, self.merged = ["default"], False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.base_layer(x)
-
-
 def test_full_parameters_of_an_adapter_that_is_not_merged() -> None:
-    model: Any = megacompile(nn.Sequential(Adapter()), device="cpu", lowering="eager")
+    """As PEFT's layers say it: active, and not merged."""
+    said = {"active_adapters": ["default"], "merged": False}
+    adapter = Applies(lambda m, x: 2 * m.base_layer(x), base_layer=nn.Linear(4, 4), **said)
+    model = compiled(nn.Sequential(adapter))
     with pytest.raises(ModelError, match="not merged"):
         full_parameters(model)
     model[0].merged = True

@@ -9,9 +9,7 @@ import copy
 import ctypes
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,7 @@ from megacompile import ModelError, megacompile
 from megacompile.errors import OptimizerError
 from tests import inside
 from tests.equality.nets import Applies
-from tests.processes import CHILD_LIMIT_S, in_child, python, trains_in_a_child
+from tests.processes import CHILD_LIMIT_S, in_child, in_threads, python, trains_in_a_child
 from tests.stateful.late import late
 from tests.training import take_steps
 from tests.zoo import Inputs, assert_close, assert_same, equal, stack, stacks, twins
@@ -68,14 +66,9 @@ def test_first_calls_in_threads() -> None:
     plain, inputs = stack()
     models = [twins(copy.deepcopy(plain))[1] for _ in range(THREADS + 1)]
     want = train(plain, inputs)
-    begin = threading.Barrier(THREADS)
-
-    def work(model: nn.Module) -> list[float]:
-        begin.wait()
-        return train(model, inputs)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        assert list(pool.map(work, models[:THREADS])) == [want] * THREADS
+    found: list[list[float]] = []
+    in_threads([lambda m=m: found.append(train(m, inputs)) for m in models[:THREADS]])  # type: ignore[misc]
+    assert found == [want] * THREADS
     assert not torch.fx._symbolic_trace._is_fx_tracing_flag
     assert train(models[THREADS], inputs) == want
 

@@ -55,7 +55,6 @@ class Case:
             return planned(self.line, **self.options)
         options = {**self.options}
         plan: dict[str, Any] = {name: options[name] for name in _PLAN if name in options}
-        plan |= {name: options[name] for name in _DELAYS if name in options}
         options = {name: value for name, value in options.items() if name not in plan}
         stubs = {f.name: options.pop(f.name) for f in fields(Stubs) if f.name in options}
         schedule = without_gradients(parse(self.line, **stubs), options.pop("still", ()))
@@ -66,8 +65,7 @@ class Case:
         return schedule
 
 
-_PLAN = ("keep", "resident", "device_update", "offload", "on_disk")
-_DELAYS = ("saved_delay", "state_delay")
+_PLAN = ("keep", "resident", "device_update", "offload", "on_disk", "saved_delay", "state_delay")
 
 
 def _rows(table: str) -> Iterator[Case]:

@@ -15,7 +15,6 @@ import resource
 import sys
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from megacompile import DiskError, megacompile
 from megacompile.runtime.device.buffers import DiskBuffer
 from megacompile.runtime.disk import Way
 from tests import inside
+from tests.processes import in_threads
 
 PAGE = mmap.PAGESIZE
 SIZE = 8 * PAGE
@@ -120,13 +120,8 @@ def test_places_are_taken_once_by_threads(tmp_path: Path) -> None:
     holes = [file.take(PAGE) for _ in range(40)]
     for hole in holes[::2]:
         file.give_back(hole)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            taken = list(pool.map(lambda _: file.take(PAGE), range(400)))
-    finally:
-        sys.setswitchinterval(interval)
+    taken: list[Any] = []
+    in_threads(4 * [lambda: taken.extend(file.take(PAGE) for _ in range(100))])
     starts = [place.at for place in [*taken, *holes[1::2]]]
     assert len(set(starts)) == len(starts)
 
