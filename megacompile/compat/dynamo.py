@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures.process  # noqa: F401  torch imports it lazily: too late as main ends
 import functools
+import inspect
 import logging
 import operator
 import os
@@ -24,6 +25,10 @@ from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrappe
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.builder import SourcelessBuilder
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megacompile.compat.patches import replace
@@ -131,6 +136,39 @@ def forget_missing() -> None:
     table = torch._dynamo.guards._get_closure_vars()
     for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
         del table[name]
+
+
+def capture_symbolic_as(
+    stock: Callable[..., Any], instead: Callable[..., Any], wanted: Callable[[], bool]
+) -> None:
+    """Makes Dynamo capture `instead` for `stock` if an argument is or has a symbolic number, or has
+    a symbolic size, and `instead` can take the call. `wanted` is called at each capture, in its
+    thread."""
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+    if stock in handlers:
+        return
+
+    def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        del variable
+        if not wanted() or not any(_has_symbols(v) for v in (*args, *kwargs.values())):
+            return None  # captures `stock`
+        try:
+            inspect.signature(instead).bind(*args, **kwargs)
+        except TypeError:
+            return None
+        return SourcelessBuilder.create(tx, instead).call_function(tx, list(args), kwargs)
+
+    handlers[stock] = handle
+
+
+def _has_symbols(variable: Any) -> bool:
+    """True if a Dynamo variable is a symbol, contains one, or has a symbolic size."""
+    if isinstance(variable, BaseListVariable):
+        return any(_has_symbols(item) for item in variable.items)
+    if isinstance(variable, TensorVariable):
+        example = variable.as_proxy().node.meta.get("example_value")
+        return any(isinstance(n, torch.SymInt) for n in getattr(example, "shape", ()))
+    return isinstance(variable, SymNodeVariable)
 
 
 def captured_so_far() -> tuple[int, int]:

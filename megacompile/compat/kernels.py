@@ -122,17 +122,29 @@ def _scaled(size: Any, scale: float) -> Any:
 
 
 def _define_fakes(wanted: Callable[[Any], bool]) -> None:
-    """Register a fake kernel for the backwards of upsampling, which torch lacks for symbolic sizes;
-    `wanted`: true if it applies in a FakeTensorMode."""
+    """Register fake kernels for operators that torch has none of for symbolic sizes; `wanted`: true
+    if they apply in a FakeTensorMode."""
 
-    def run(mode: Any, operator: Any, grad: Any, _: Any, input_size: Any, *__: Any) -> Any:
+    def of_upsample(grad: Any, output_size: Any, input_size: Any, *_: Any, **__: Any) -> Any:
+        return grad.new_empty(input_size).contiguous(memory_format=suggest_memory_format(grad))
+
+    def of_shrink(grad: Any, x: Any, *_: Any) -> Any:
+        return torch.empty_like(torch.broadcast_tensors(x, grad)[0])
+
+    names = [name for name in _upsampling() if name.endswith("_backward")]
+    kernels: dict[Any, Callable[..., Any]] = {}
+    for name in names:
+        kernels[getattr(_aten, name).default] = of_upsample
+    for name in ("hardshrink_backward", "softshrink_backward"):
+        kernels[getattr(_aten, name).default] = of_shrink
+
+    def run(mode: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not wanted(mode):
             return NotImplemented
         with mode:
-            return grad.new_empty(input_size).contiguous(memory_format=suggest_memory_format(grad))
+            return kernels[operator](*args, **kwargs)
 
-    names = [name for name in _upsampling() if name.endswith("_backward")]
-    register_op_impl({getattr(_aten, name).default for name in names}.__contains__)(run)
+    register_op_impl(kernels.__contains__)(run)
 
 
 # --- products of experts

@@ -1,11 +1,14 @@
-"""A function and hooks that Dynamo captures in a call instead of others.
+"""Functions and hooks that Dynamo captures in a call's thread instead of others.
 
+    torch.linspace(0, 1, size)      captured again for each size: ours takes symbols
+    F.max_pool1d(x, 2)              the same
     bitsandbytes.matmul_4bit(...)   an `autograd.Function`, whose forward and backward are captured
                                     at each use: half of the capture time of a layer with adapters
     output.requires_grad_(True)     a hook that is not captured: the graph breaks at each caller
 
-Our product runs bitsandbytes' function itself, so tracing a stage sees its operations, once for
-each template.
+Ours replace torch's where Dynamo has made a size a symbol, after two different values, and have
+torch's bits. Our product runs bitsandbytes' function itself, so tracing a stage sees its
+operations, once for each template.
 
 transformers and PEFT register the hook on the embedding of a model with frozen weights. An addition
 of -0.0 replaces it, which changes no bit and whose sum requires grad too. Of consecutive hooks a
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,9 +31,11 @@ from torch import Tensor, nn
 from megacompile import compat
 from megacompile.runtime.params.swap import Undos, replace
 
+_HERE = threading.local()  # `on`: True while this thread calls a model
+
 
 def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) -> None:
-    """Make Dynamo capture our product and hooks until the undos run."""
+    """Make Dynamo capture our functions and hooks until the undos run."""
     if _BITSANDBYTES in sys.modules:
         _replace_product(undos)
     found = []
@@ -37,6 +43,48 @@ def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) ->
         found += [(hooks, key) for key, hook in hooks.items() if _is_ours(hook)]
     if found:
         _replace_hooks(found, device, undos)
+    _tell_dynamo()
+    if not getattr(_HERE, "on", None):
+        replace([vars(_HERE)], ["on"], [None], [True], undos)
+
+
+@functools.cache
+def _tell_dynamo() -> None:
+    is_on = functools.partial(getattr, _HERE, "on", None)
+    compat.capture_symbolic_as(torch.nn.functional.max_pool1d, max_pool1d, is_on)
+    compat.capture_symbolic_as(torch.linspace, linspace, is_on)
+
+
+# Functions that read a size as an int.
+
+
+def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, device: Any = None) -> Any:
+    """The function that Dynamo captures for `torch.linspace`."""
+    return torch.ops.megacompile.linspace(start, end, steps, dtype=dtype, device=device)
+
+
+def max_pool1d(
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """The function that Dynamo captures for `F.max_pool1d`: its implementation with gradients."""
+    found = torch.max_pool1d_with_indices(
+        input, kernel_size, stride or [], padding, dilation, ceil_mode
+    )
+    return found if return_indices else found[0]
+
+
+compat.define_operator(
+    "linspace(Scalar start, Scalar end, SymInt steps, *, ScalarType? dtype=None, "
+    "Device? device=None) -> Tensor",
+    torch.linspace,
+    lambda start, end, steps, **named: torch.empty(steps, **named),
+)
 
 
 # Products with 4-bit weights.

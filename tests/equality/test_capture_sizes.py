@@ -194,6 +194,11 @@ def up(**named: object) -> Callable[[Tensor], Tensor]:
     return lambda x: F.interpolate(x, **named)  # type: ignore[arg-type]
 
 
+def spaced(x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    return x * torch.linspace(0.5, n - 0.5, n) + torch.linspace(-1, 1, steps=n, dtype=x.dtype)
+
+
 def last(x: Tensor) -> Tensor:
     return F.interpolate(x.to(memory_format=torch.channels_last), scale_factor=2, mode="bilinear")
 
@@ -236,6 +241,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Shapes, int]] = {  # and how ma
             up(scale_factor=2),
             up(scale_factor=1.5, mode="linear", align_corners=True),
             up(scale_factor=3, mode="nearest-exact"),
+            lambda x: F.max_pool1d(x, 3, stride=2),
+            nn.MaxPool1d(2, return_indices=False),
+            spaced,
+            F.hardshrink,
+            F.softshrink,
         ),
         [(2, 4, n) for n in (8, 12, 17, 20)],
         3 if torch.__version__.startswith("2.11.") else 2,  # there Dynamo captures it once more
