@@ -40,7 +40,6 @@ import mmap
 import os
 import shutil
 import tempfile
-import threading
 import time
 import weakref
 from collections import deque
@@ -115,8 +114,6 @@ class Disk:
         # by size; thread-safe: popping a place claims it
         self._free: dict[int, deque[Place]] = {}
         self._given_back: deque[Place] = deque()
-        self._moved = dict.fromkeys(Way, 0)
-        self._counting = threading.Lock()
         self.start_threads(THREADS)
         try:
             self.fd, name = tempfile.mkstemp(prefix=".megacompile-", dir=folder)
@@ -248,15 +245,6 @@ class Disk:
         self._check_ours(what)
         return Request(self, way, spans, what, before)
 
-    def moved_bytes(self, way: Way) -> int:
-        """Bytes of all successful requests so far, without accesses through mappings."""
-        return self._moved[way]
-
-    def count(self, request: Request) -> None:
-        """Count the bytes of a successful request; called by the completing thread."""
-        with self._counting:
-            self._moved[request.way] += request.size_bytes
-
 
 def _punch(fd: int, place: Place) -> bool:
     """Deallocate the blocks of a place; returns False if this is not supported."""
@@ -340,7 +328,6 @@ class Request(Completion):
         at_end, self.at_end = self.at_end, nothing
         at_end()
         if error is None:
-            self._disk.count(self)
             self._over.set_result(None)
         else:
             self._over.set_exception(error if self.explained is None else self.explained(error))

@@ -29,7 +29,6 @@ from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.device.buffers import HostBuffer, Wanted
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.disk import Way
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
@@ -93,13 +92,6 @@ def has_proxies(model: nn.Module) -> bool:
 def machine(model: nn.Module) -> Machine:
     """The streams, slots and buckets of a model."""
     return streamed(model).machine
-
-
-def moved_bytes(model: nn.Module) -> list[int]:
-    """Bytes read from the disk and written to it so far."""
-    disk = machine(model).disk
-    assert disk is not None
-    return [disk.moved_bytes(way) for way in Way]
 
 
 @contextmanager

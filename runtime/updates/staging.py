@@ -104,7 +104,6 @@ class BucketBuffers(Lender):
         super().__init__(name, device, budget)
         self.what = what
         self.count = self.size_bytes = 0
-        self.written_bytes = 0  # bytes written so far
         self._reserved = (0, 0)  # number of buffers with memory, and bytes per buffer
         self._free: deque[Buffer | None] = deque()  # None: no memory yet
         self._waiting: deque[BucketLease] = deque()
@@ -151,7 +150,6 @@ class BucketBuffers(Lender):
         # first, because a lease with a write is not given up
         request.at_end = lease.release
         lease.write = request
-        self.written_bytes += request.size_bytes
 
     def take_back(self, lease: Lease, used: Completion | None) -> None:
         assert isinstance(lease, BucketLease)
