@@ -164,6 +164,36 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
     return _pytree.tree_leaves(list(given.values()))
 
 
+def call_with(
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    kind: type,
+    plain: Callable[[Any], torch.Tensor],
+    store: Callable[[Any, torch.Tensor], None],
+) -> Any:
+    """Call an ATen operator with `plain(tensor)` for each tensor of a class, once. Tensors that it
+    changes in place get their new values by `store`, and are returned themselves."""
+    plains: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, kind):
+            return value
+        if id(value) not in plains:
+            plains[id(value)] = value, plain(value)
+        return plains[id(value)][1]
+
+    given, named = map_values(replaced, func, (args, kwargs))
+    result = func(*given, **named)
+    if is_mutable(func):
+        for value in written(func, args, kwargs):
+            if isinstance(value, kind):
+                store(value, plains[id(value)][1])
+        back = {id(values): tensor for tensor, values in plains.values()}
+        result = tree_map(lambda value: back.get(id(value), value), result)
+    return result
+
+
 @functools.cache
 def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:
     """An operator equal to an ATen operator, but with one-element tensors for the numbers `names`;

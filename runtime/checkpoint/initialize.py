@@ -176,7 +176,7 @@ def reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 _BYTE = 0xFF  # floating-point numbers of these bytes are NaN with a payload that no code computes
 _CHUNK = 2**24  # elements checked at a time
-_RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+_RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")  # by torch's convention
 
 
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
@@ -223,29 +223,19 @@ def _visit(module: nn.Module, unset: set[int], *, rooted: bool) -> None:
     if is_pretrained(module):
         initialize_pretrained(module, unset)
         return
-    root = None if rooted else _root(module)
+    root = None if rooted else _method(module, "init_weights")
     for child in module.children():
         _visit(child, unset, rooted=rooted or root is not None)
-    for reset in _resets(module):
+    if (reset := _method(module, *_RESETS)) is not None:
         reset()
     if root is not None:
         root()
 
 
-def _resets(module: nn.Module) -> list[Callable[[], object]]:
-    """The functions that initialize a module, by torch's naming convention."""
-    methods = [getattr(module, name, None) for name in _RESETS[:2]]
-    resets = [reset for reset in methods if callable(reset) and _takes_nothing(reset)][:1]
-    running = getattr(module, _RESETS[2], None)
-    if not resets and callable(running):
-        resets.append(running)
-    return resets
-
-
-def _root(module: nn.Module) -> Callable[[], object] | None:
-    """The module's `init_weights`, if it needs no arguments."""
-    method = getattr(module, "init_weights", None)
-    return method if callable(method) and _takes_nothing(method) else None
+def _method(module: nn.Module, *names: str) -> Callable[[], object] | None:
+    """The first of these methods that a module has and that needs no arguments."""
+    methods = (getattr(module, name, None) for name in names)
+    return next((each for each in methods if callable(each) and _takes_nothing(each)), None)
 
 
 def _takes_nothing(function: Callable[..., object]) -> bool:

@@ -21,7 +21,6 @@ from megacompile import compat
 from megacompile.cost.rank_rates import ranks_of_host
 from megacompile.errors import HostMemoryError, ModelError, OptionError
 from megacompile.host_memory import available_bytes
-from megacompile.ir.buckets import shard_shape
 from megacompile.packed import packed_parameters
 from megacompile.runtime.device.ranks import Ranks, checksum
 from megacompile.runtime.optim.blockwise import to_plain
@@ -63,9 +62,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
     ranks.send_first(differ, f"values of {type(model).__name__}")
     made: dict[int, nn.Parameter] = {}
     for param, sites in sites_of(model):
-        rows = -(-param.shape[0] // ranks.count)
-        shape = shard_shape(tuple(param.shape), ranks.rank, ranks.count)
-        first = min(rows * ranks.rank, param.shape[0])
+        first, shape = ranks.rows(tuple(param.shape))
         if param.is_meta:
             part = torch.empty(shape, dtype=param.dtype)
         else:

@@ -209,25 +209,8 @@ class BlockwiseTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
-        kwargs = kwargs or {}
-        plains: dict[int, tuple[BlockwiseTensor, torch.Tensor]] = {}
-
-        def plain(value: Any) -> Any:
-            if not isinstance(value, BlockwiseTensor):
-                return value
-            if id(value) not in plains:
-                plains[id(value)] = (value, value.plain())
-            return plains[id(value)][1]
-
-        given, given_kwargs = compat.tree_map(plain, (args, kwargs))
-        result = func(*given, **given_kwargs)
-        if compat.is_mutable(func):
-            for value in compat.written(func, args, kwargs):
-                if isinstance(value, BlockwiseTensor):
-                    value.store(plains[id(value)][1])
-            back = {id(values): tensor for tensor, values in plains.values()}
-            result = compat.tree_map(lambda value: back.get(id(value), value), result)
-        return result
+        of = BlockwiseTensor
+        return compat.call_with(func, args, kwargs or {}, of, of.plain, of.store)
 
 
 def to_plain(value: Any) -> Any:

@@ -186,36 +186,26 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         kwargs = kwargs or {}
         if compat.returns_views(func):
             return _view(func, args, kwargs)
-        fetched: dict[int, tuple[StreamedParameter, torch.Tensor]] = {}
         changes = compat.is_mutable(func)
 
-        def fetch(value: Any) -> Any:
-            if not isinstance(value, StreamedParameter):
-                return value
-            if id(value) not in fetched:
-                value.use()
-                value.check_version()
-                if changes or not value.source.resident or value.part is not None:
-                    there = value.fetched()
-                else:  # another tensor object: cuDNN replaces the storage of flat weights
-                    there = torch.ops.aten.alias(value.host)
-                fetched[id(value)] = (value, there)
-            return fetched[id(value)][1]
+        def fetch(value: StreamedParameter) -> torch.Tensor:
+            value.use()
+            value.check_version()
+            if changes or not value.source.resident or value.part is not None:
+                return value.fetched()
+            # another tensor object: cuDNN replaces the storage of flat weights
+            there: torch.Tensor = torch.ops.aten.alias(value.host)
+            return there
+
+        def store(value: StreamedParameter, new: torch.Tensor) -> None:
+            value.store(new)
+            value.source.wrote()
+            torch.autograd.graph.increment_version(value.root)  # for a pending backward
 
         if func is torch.ops.aten.eq.Tensor and parameter_of(args[0]) is parameter_of(args[1]):
             value = fetch(args[0] if isinstance(args[0], StreamedParameter) else args[1])
             return func(value, value).as_subclass(Same)
-        given, given_kwargs = compat.map_values(fetch, func, (args, kwargs))
-        result = func(*given, **given_kwargs)
-        if changes:  # in-place on a parameter: the host tensor is the parameter itself
-            for value in compat.written(func, args, kwargs):
-                if isinstance(value, StreamedParameter):
-                    value.store(fetched[id(value)][1])
-                    value.source.wrote()
-                    torch.autograd.graph.increment_version(value.root)  # for a pending backward
-            back = {id(copy): proxy for proxy, copy in fetched.values()}
-            result = compat.tree_map(lambda value: back.get(id(value), value), result)
-        return result
+        return compat.call_with(func, args, kwargs, StreamedParameter, fetch, store)
 
 
 class StreamedView(StreamedParameter):

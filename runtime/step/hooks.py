@@ -82,21 +82,11 @@ def _models_of(optimizer: Optimizer) -> list[Any]:
     return [model for model in MODELS if _is_over(optimizer, model.owns)]
 
 
-def convert_state_dicts(optimizer: Optimizer) -> None:
-    """Return 8-bit states in `state_dict()` as float32 tensors, which a plain run can load."""
-    hooks = attach(optimizer)
-    if not hooks.converts:
-        hooks.converts = True
-        handle = optimizer.register_state_dict_post_hook(lambda _, found: to_plain(found))
-        hooks.handles.append(handle)
-
-
 class _Hooks:
     def __init__(self) -> None:
         self.parts: list[tuple[Any, PreparedStep]] = []  # of the running step
         self.hidden: list[tuple[nn.Parameter, Any]] = []
         self.reserved: list[nn.Parameter] = []  # parameters without states at its start
-        self.converts = False  # 8-bit states in state_dict()
         self.handles: list[Any] = []  # of all hooks, `before` first
 
     @compat.opaque
@@ -196,7 +186,9 @@ def attach(optimizer: Optimizer) -> _Hooks:
         compat.move_hook(handle, last=False)
         saves = optimizer.register_state_dict_pre_hook(_settle)
         loads = optimizer.register_load_state_dict_pre_hook(_settle)
-        hooks.handles += [first, handle, saves, loads]
+        # 8-bit states become float32 tensors, which a plain run can load
+        plain = optimizer.register_state_dict_post_hook(lambda _, found: to_plain(found))
+        hooks.handles += [first, handle, saves, loads, plain]
         _ATTACHED[optimizer] = hooks
     return _ATTACHED[optimizer]
 

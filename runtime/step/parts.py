@@ -209,8 +209,6 @@ class StepParts:
                     wanted.setdefault(name, {})[each.at] = dtype
         for name, dtypes in wanted.items():
             bucket.states.make(optimizer, name, dtypes, pin=pin and self.cuda)
-            if "int8" in dtypes.values():
-                hooks.convert_state_dicts(optimizer)
         steps = []
         buffers = bucket.states.of(optimizer)
         hypers: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}

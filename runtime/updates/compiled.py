@@ -33,7 +33,6 @@ from megacompile import compat, log, notices
 from megacompile.beside.process import Process, end_with_the_pipe
 from megacompile.log import UPDATES
 from megacompile.runtime import optim
-from megacompile.runtime.device.background import at_fork
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.rules import RULES
@@ -56,7 +55,6 @@ class Compiled:
         self.done = False  # True once there is code, or it is refused
         self._request: CompileRequest | None = None  # None: no process can be asked
         self._process: Process | None = None  # that compiles it
-        at_fork(self)
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return
@@ -91,11 +89,6 @@ class Compiled:
         """Wait until the second process has ended."""
         if self._process is not None:
             self._process.wait()
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Forget the parent's process in a child of a fork, which compiles by itself."""
-        if in_child:
-            self._process = None
 
     def _take(self, update: Update) -> None:
         """Load the code from the caches, or compile it, if the second process has not done so."""
