@@ -108,10 +108,6 @@ class Streams:
         value, end = begin()
         return Handle(value, stream, host=end)
 
-    def wait_on_compute(self, event: torch.cuda.Event) -> None:
-        """Make later work on the caller's stream wait."""
-        torch.cuda.current_stream(self.device).wait_event(event)
-
     def _now(self, handle: Handle, waits: Sequence[Handle], work: Callable[[], Any]) -> Handle:
         queue = self._queue(handle.stream)
         for earlier in waits:

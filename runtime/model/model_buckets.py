@@ -35,12 +35,7 @@ from megacompile.runtime.params import shared_memory
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket, StateMemory
-from megacompile.runtime.params.proxies import (
-    ParamSource,
-    StreamedParameter,
-    follow_parts,
-    parts_of,
-)
+from megacompile.runtime.params.proxies import ParamSource, follow_parts, parts_of
 from megacompile.runtime.params.shared_memory import are_parts, warn_of_aliases
 from megacompile.runtime.params.swap import Proxies, Undos, undone
 from megacompile.validate import check_model
@@ -59,9 +54,7 @@ class ModelBuckets:
         self.setting = setting
         self.options = options = setting.options
         self.ddp = DdpChecks(model, options)
-        self._places: dict[int, tuple[Bucket, int]] = {}  # parameter id -> bucket, index
-        # a pending backward holds the places, but not the model
-        self.machine = Machine(options, functools.partial(_place, self._places))
+        self.machine = Machine(options)  # a pending backward holds it, but not the model
         ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice(self.machine.links)
@@ -134,10 +127,6 @@ class ModelBuckets:
         machine.slots.forget()
         self.plans = Plans(PassCompiler(self.setting, units), Placement(places))
         self._noted.clear()
-        self._places.clear()
-        for bucket in machine.buckets.values():
-            for i, param in enumerate(bucket.params):
-                self._places[id(param)] = bucket.whole, i
         buffers_to(self.model, options.device)
         self._make_proxies()
 
@@ -245,7 +234,7 @@ class ModelBuckets:
         self.plans.expire()
 
     def moved(self) -> None:
-        """Record that buckets have moved."""
+        """Record that buckets have moved, or that parameters have new AccumulateGrad nodes."""
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
 
@@ -263,8 +252,8 @@ class ModelBuckets:
         self.machine.gradients.put(self.machine.buckets[key], gradients)
 
     def _source(self, param: torch.Tensor) -> ParamSource:
-        layout, i = self._places[id(param)]
-        bucket = self.machine.buckets[layout.key]
+        key, i = self.machine.gradients.places[id(param)]
+        bucket = self.machine.buckets[key]
         copy = bucket.streamed[i] if bucket.has_copy else None
         wrote = functools.partial(bucket.pending.take_back, i)
         resident = bucket.resident is not None
@@ -272,12 +261,8 @@ class ModelBuckets:
 
     def owns(self, param: nn.Parameter) -> bool:
         """True if a parameter is in a bucket of this model."""
-        return any(id(part) in self._places for part in (param, *parts_of(param)))
-
-    def end(self) -> None:
-        """Undo the rest, after the parameters have left the buckets."""
-        self._places.clear()
-        self.ddp.end()
+        places = self.machine.gradients.places
+        return any(id(part) in places for part in (param, *parts_of(param)))
 
     def let_go(self) -> None:
         """Release parameters that were removed from the model since its last call."""
@@ -290,8 +275,7 @@ class ModelBuckets:
         if not fits or any(map(HostBucket.replaced, self.machine.buckets.values())):
             self._adopt(fits)
         if self.machine.gradients.outdated():
-            self.machine.gradients.bind(self.machine.buckets)
-            self._make_proxies()
+            self.moved()
         for bucket in self.machine.buckets.values():
             pending = bucket.pending
             if pending.in_flight is not None and pending.in_flight.done():
@@ -396,8 +380,3 @@ def show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) ->
     for param, gradient in gradients:
         if param.grad is None and gradient is not None:
             param.grad = gradient.to(param.device)
-
-
-def _place(places: dict[int, tuple[Bucket, int]], proxy: StreamedParameter) -> tuple[Bucket, int]:
-    """The bucket of the parameter that a proxy stands for, and its index there."""
-    return places[id(proxy.param)]

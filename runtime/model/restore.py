@@ -301,7 +301,7 @@ def restore(streamed: Any, device: torch.device) -> None:
         buckets.follow_leaves()
         buffers_to(model, device)
         hooks.leave(streamed.updates, optimizers)
-        buckets.end()
+        buckets.ddp.end()
         streamed.end()
         restore_methods(model)
         compat.set_compiled_call(model, None)

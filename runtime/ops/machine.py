@@ -53,13 +53,8 @@ class Machine:
     """The state that all schedules of one model share. Without buckets at first; all ranks that
     share the model create it together."""
 
-    def __init__(
-        self,
-        options: Options,
-        place: Callable[[StreamedParameter], tuple[Bucket, int]],  # a parameter's bucket and index
-    ) -> None:
+    def __init__(self, options: Options) -> None:
         self.device = device = options.device
-        self.place = place
         on_gpu = device.type == "cuda"
         self.ranks = Ranks.that_share(options.mesh, device)  # the processes that share the model
         self.seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
@@ -119,6 +114,11 @@ class Machine:
         the missing backward, it raises. It must never be wrongly False."""
         state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
         return self.accumulating or (state is not None and not state().sync_gradients)
+
+    def place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
+        """The bucket of the parameter that a proxy stands for, and its index there."""
+        key, index = self.gradients.places[id(proxy.param)]
+        return self.buckets[key].whole, index
 
     def await_parameters(self) -> None:
         """Wait until all parameters are in their buckets; their old memory is free then."""
