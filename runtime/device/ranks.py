@@ -166,19 +166,6 @@ class Ranks:
             for part in parts:
                 part.div_(count)
 
-    @torch.no_grad()
-    def average_late(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Average gradients that no schedule averages, in place: a collective of all ranks. Each is
-        this rank's part, on any device, by the parameter's name."""
-        ops = [f"ALL_REDUCE of the gradient of {name!r}" for name in gradients]
-        with self.agreement.run(_collectives("the end of a backward", ops)):
-            for gradient in gradients.values():
-                part = gradient.detach().as_strided((gradient.numel(),), (1,))
-                sent = part.to(self.device)
-                self.average_replicas([sent])
-                if sent.data_ptr() != part.data_ptr():
-                    part.copy_(sent)
-
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
         """Issue a collective; a host collective is complete when this returns."""
         if self.device.type == "cuda":

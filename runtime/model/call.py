@@ -274,7 +274,6 @@ class Call:
         ranks = self.machine.ranks
         replicas = ranks is not None and ranks.replicas > 1
         more = replicas and self.machine.more_backwards and not update
-        run.backward.last = not more
         defers = more and run.may_defer()  # a later backward sums over replicas
         if replicas:
             run.note_sums(defers=defers)

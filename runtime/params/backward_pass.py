@@ -29,7 +29,6 @@ from megacompile.runtime.params.gradient_guards import (
     GradientGuard,
     is_unsummed,
     leave_unsummed,
-    sum_late,
     take,
 )
 from megacompile.runtime.params.guards import GuardState, guard_of, release
@@ -191,7 +190,6 @@ class BackwardPass:
         self.ranks = ranks
         self.streams = streams
         self.buckets = buckets
-        self.last = True  # False: another backward will add to the gradients
         self.records: defaultdict[ParamId, GradientRecord] = defaultdict(GradientRecord)
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: copies to the host
@@ -205,7 +203,7 @@ class BackwardPass:
             if self.buckets[key].resident is None:
                 event.synchronize()
             else:  # readers run on the compute stream
-                self.streams.wait_on_compute(event)
+                torch.cuda.current_stream(self.streams.device).wait_event(event)
 
     def give_up(self) -> None:
         """After a failure, restore gradients taken out of `p.grad` and not accumulated."""
@@ -249,27 +247,16 @@ class BackwardPass:
                 self._settle_down(place)
             in_place = self._in_place(taken)
         if self.ranks is not None and self.ranks.replicas > 1:
-            self._sum(self.ranks)
+            for (key, i), record in records.items():
+                gradient = self.buckets[key].params[i].grad
+                if record.summed and gradient is not None and is_unsummed(gradient):
+                    release(gradient)
+            self._leave_unsummed()
         for key, norms_of in self.norms.items():
             for k, i in enumerate(norms_of.indices):
                 if (key, i) in in_place and not records[key, i].watched:
                     self._serve(key, i, partial(_of_one, rows, norms_of, k), lazy=key in lazy)
         records.clear()
-
-    def _sum(self, ranks: Ranks) -> None:
-        """Record which gradients are summed over replicas. The last backward also sums those of
-        earlier backwards that it did not add to, such as another graph's."""
-        for (key, i), record in self.records.items():
-            gradient = self.buckets[key].params[i].grad
-            if record.summed and gradient is not None and is_unsummed(gradient):
-                release(gradient)
-        self._leave_unsummed()
-        if self.last:
-            named = (
-                zip([place.name for place in bucket.layout.params], bucket.params, strict=True)
-                for bucket in self.buckets.values()
-            )
-            sum_late(dict(chain.from_iterable(named)), ranks)
 
     def _leave_unsummed(self) -> None:
         for (key, i), record in self.records.items():

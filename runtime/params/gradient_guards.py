@@ -9,14 +9,14 @@ stock `clip_grad_norm_` needs nothing else. Any other use multiplies first.
 (`clip_grad_norm_(parameters, inf)`). A factor of 1 changes nothing. Other uses are errors.
 
 **Unsummed** over replicas, before the last micro-batch (`Schedule.defers`): each replica's `p.grad`
-is a different part of the sum. Uses are errors; the last backward reads it and completes the sum.
+is a different part of the sum. Uses are errors; the last backward adds to it and sums it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import BackwardError, OptimizerError
-from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.params.guards import (
     Guard,
     GuardState,
@@ -73,7 +72,8 @@ class GradientGuard(Guard):
                 "clipped, used by an optimizer, or added to by a backward outside of the model: "
                 "its last backward ran inside of megacompile.accumulate(model), or a loop "
                 "(Accelerate, Trainer) announced another one before the step; run the last "
-                "micro-batch outside of accumulate(), or call optimizer.zero_grad()"
+                "micro-batch outside of accumulate(), with this parameter in it and without a hook "
+                "or penalty that the others did not have, or call optimizer.zero_grad()"
             )
         self.settle()
         release(tensor)
@@ -248,13 +248,3 @@ def _zero_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def leave_unsummed(param: nn.Parameter, name: str) -> None:
     if param.grad is not None:
         GradientGuard(param.grad, GuardState.UNSUMMED, name)
-
-
-def sum_late(params: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    """Sum unsummed gradients over replicas, outside of a schedule: a collective, if there are any.
-    The parameters, by name, are equal in all ranks."""
-    late: dict[str, Any] = {n: p.grad for n, p in params.items() if is_unsummed(p.grad)}
-    if late:
-        ranks.average_late({name: compat.local(gradient) for name, gradient in late.items()})
-    for gradient in late.values():
-        release(gradient)

@@ -24,6 +24,8 @@ from megacompile.runtime.params.backward_pass import (
     Wish,
     is_in_bucket,
 )
+from megacompile.runtime.params.gradient_guards import is_unsummed
+from megacompile.runtime.params.guards import opened
 from megacompile.runtime.params.parameter_gradients import Gradients, Users, is_there
 
 _OTHERS, _SEVERAL = attrgetter("others"), attrgetter("several")
@@ -97,11 +99,11 @@ class GradientRun:
         for place, record in self.records.items():
             if not record.done or place not in again:
                 self._begin(place, record)
-        self._gradients.sum_late(
-            place
-            for place, record in self.records.items()
-            if record.route is GradRoute.SEPARATE and record.use.wish is not Wish.RETURN
-        )
+        for place, record in self.records.items():
+            if record.route is GradRoute.SEPARATE and record.use.wish is not Wish.RETURN:
+                gradient = self._gradients.param(place).grad
+                if is_unsummed(gradient):  # autograd would add to it
+                    opened(gradient)  # raises
         same_pass = GradRoute.ACCUMULATE_SAME_PASS
         more = {place[0] for place, record in self.records.items() if record.route is same_pass}
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched

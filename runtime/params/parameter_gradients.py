@@ -30,7 +30,6 @@ from megacompile.runtime.params.gradient_guards import (
     is_unsummed,
     lazy_of,
     leave_unsummed,
-    sum_late,
 )
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.host_bucket import HostBucket, set_storage
@@ -196,12 +195,6 @@ class Gradients:
             with torch.no_grad():
                 memory.copy_(compat.local(gradient).to_dense())
         return True
-
-    def sum_late(self, places: Iterable[ParamId]) -> None:
-        """Sum unsummed gradients over replicas before they are read."""
-        if self.ranks is not None and self.ranks.replicas > 1:
-            names = {self.buckets[k].layout.params[i].name: self.param((k, i)) for k, i in places}
-            sum_late(names, self.ranks)
 
     def forget(self) -> None:
         """Free gradients on the device that `p.grad` no longer references, after `zero_grad()`."""

@@ -271,5 +271,7 @@ def test_meshes_of_other_shapes_have_groups_of_their_own() -> None:
         flat, replicated = (Ranks.of(mesh, torch.device("cpu")) for mesh in meshes)
         assert len(flat.groups) == 1 and len(replicated.groups) == 2
         gradient = torch.full((3,), 8.0)
-        dataclasses.replace(replicated, replicas=4, count=2).average_late({"a": gradient})
+        once = Collectives("backward", ("ALL_REDUCE",), "a")
+        with replicated.agreement.run(once):
+            dataclasses.replace(replicated, replicas=4, count=2).average_replicas([gradient])
         assert gradient.tolist() == [2.0, 2.0, 2.0]
