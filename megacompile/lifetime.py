@@ -143,10 +143,6 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
 
     The states of an optimizer that has not stepped yet stay where they are.
 
-    With `mesh=`, all ranks must call it, and each gets the whole model. Parameters become new
-    objects under the same names, which all optimizers of the old ones take over, with whole states.
-    Buffers stay the rank's own. An interrupt in the middle ends all ranks.
-
     Args:
         model: a megacompiled model. The host needs memory for one more bucket meanwhile.
         device: the device of the plain model.
@@ -155,12 +151,10 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
         The model.
 
     Raises:
-        ModelError: the model is not megacompiled or is in use, or a move would lose hooks on its
-            parameters.
-        OptionError: the device does not exist, or an optimizer has states that ranks cannot gather.
+        ModelError: the model is not megacompiled, is in use, or is shared by ranks (`mesh=`: `save`
+            it instead), or a move would lose hooks on its parameters.
+        OptionError: the device does not exist.
         DeviceMemoryError: the model does not fit there. Nothing was changed.
-        HostMemoryError: the same, with `mesh=`.
-        RankError: another rank runs something else, or has stopped.
 
     Example::
 

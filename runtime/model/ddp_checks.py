@@ -66,7 +66,7 @@ class DdpChecks:
                     "out"
                 )
             setattr(model, _PREPARED, True)
-            self._loading = model.register_load_state_dict_pre_hook(divide_loaded)
+            model.register_load_state_dict_pre_hook(divide_loaded)
             loops.attend()
         compat.check_data_parallel(DistributedDataParallel, _check_wrap)
         compat.check_data_parallel(nn.DataParallel, _check_copies)
@@ -108,12 +108,6 @@ class DdpChecks:
                 "mesh=...). If your loop sums gradients itself, ignore this (shown once)",
                 of=self,
             )
-
-    def end(self) -> None:
-        """Undo the changes to the model, which becomes a plain one again."""
-        if self.mesh is not None:
-            vars(self.model).pop(_PREPARED, None)
-            self._loading.remove()
 
     @torch.inference_mode(False)  # parameters have no AccumulateGrad nodes in inference mode
     def holds(self, moving: Collection[nn.Parameter]) -> str:

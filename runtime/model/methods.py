@@ -127,7 +127,7 @@ def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
 
 def restore_methods(model: nn.Module) -> None:
     """Undo `replace_methods`."""
-    for kind in (HostApply, OwnCall, OwnCompile, SharedSave):
+    for kind in (HostApply, OwnCall, OwnCompile):
         if isinstance(vars(model).get(kind.name), kind):
             delattr(model, kind.name)
 

@@ -9,7 +9,7 @@ memory (slots, workspaces, activations) is freed, and the next call allocates it
 
 `restore` frees each bucket once its parameters have their own memory, so peak memory is one bucket
 more. An interrupt in between leaves a megacompiled model: its next call takes over the parameters
-that have left. Ranks that share the model do this together, and an interrupt in one rank ends all.
+that have left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from megacompile.packed import packed_parameters
 from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.model_buckets import ModelBuckets, buffers_to, show_again
 from megacompile.runtime.model.program import first_line
-from megacompile.runtime.model.sharding import Gathering, refuse_ungathered
 from megacompile.runtime.params import optimizer_states
-from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, lazy_of
+from megacompile.runtime.params.gradient_guards import is_taken, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.swap import Undos, undone
@@ -266,12 +264,15 @@ def restore(streamed: Any, device: torch.device) -> None:
     streamed.refuse_in_use("unmegacompile()")
     if streamed.released.depth:
         streamed.released.check()
-    ranks = machine.ranks
+    if machine.ranks is not None:
+        raise ModelError(
+            f"unmegacompile(): ranks share {name} (mesh=), and each has only its rows; call "
+            "megacompile.save(model, folder) in all ranks, and load that into a plain model"
+        )
     with buckets.alone, unguarded(), compat.outside_inference_mode(), compat.on_host():
-        with nullcontext() if ranks is None else ranks.together(f"unmegacompile() of {name}"):
-            _refuse(streamed, device)
-            for bucket in machine.buckets.values():
-                bucket.pending.settle()
+        _refuse(streamed, device)
+        for bucket in machine.buckets.values():
+            bucket.pending.settle()
         machine.give_back()
         machine.device_update.forget()
         machine.activations.forget()
@@ -281,27 +282,18 @@ def restore(streamed: Any, device: torch.device) -> None:
         if streamed.options.optimizer is not None:
             optimizers.append(streamed.options.optimizer)
         buckets.proxies.put_back()
-        gathering = None if ranks is None else Gathering(model, ranks, device)
         buckets.proxies.forget()
         machine.gradients.bind({})
         for key in list(machine.buckets):
-            if gathering is None:
-                bucket = machine.buckets[key]
-                for i in range(len(bucket.params)):
-                    undone(functools.partial(_free, bucket, i, device))
-                for optimizer in optimizers:
-                    optimizer_states.free_states(optimizer, bucket.params)
-                del bucket
-            else:
-                gathering.take(machine.buckets[key].params, _taken)
-            del machine.buckets[key]
-        if gathering is not None:  # parameters that were added since the last call
-            rest = [param for param in model.parameters() if compat.is_sharded(param)]
-            gathering.take(rest, lambda param: param.grad)
+            bucket = machine.buckets[key]
+            for i in range(len(bucket.params)):
+                undone(functools.partial(_free, bucket, i, device))
+            for optimizer in optimizers:
+                optimizer_states.free_states(optimizer, bucket.params)
+            del machine.buckets[key], bucket
         buckets.follow_leaves()
         buffers_to(model, device)
         hooks.leave(streamed.updates, optimizers)
-        buckets.ddp.end()
         streamed.end()
         restore_methods(model)
         compat.set_compiled_call(model, None)
@@ -310,21 +302,13 @@ def restore(streamed: Any, device: torch.device) -> None:
 
 def _refuse(streamed: Any, device: torch.device) -> None:
     """Raise if the parameters cannot leave the buckets now."""
-    name, ranks = type(streamed.model).__name__, streamed.machine.ranks
-    updates = streamed.machine.in_backward
+    name, updates = type(streamed.model).__name__, streamed.machine.in_backward
     if updates is not None and updates.uncommitted:
         raise ModelError(
             f"unmegacompile(): the backward of {name} has run an update that optimizer.step() has "
             "not counted; call optimizer.step() first"
         )
     buckets = streamed.machine.buckets.values()
-    if any(is_unsummed(param.grad) for bucket in buckets for param in bucket.params):
-        raise ModelError(
-            f"unmegacompile(): {name} has gradients that are not summed over replicas yet; call "
-            "optimizer.zero_grad() first, or a backward outside of megacompile.accumulate(model)"
-        )
-    if ranks is not None:
-        refuse_ungathered(streamed.model, ranks, sum(map(_bytes, buckets)), device)
     moving = [p for p in streamed.model.parameters() if p.device != device]
     if why := streamed.buckets.ddp.holds(moving) if moving else "":
         raise ModelError(
@@ -335,8 +319,6 @@ def _refuse(streamed: Any, device: torch.device) -> None:
     if device.type != "cpu":
         available = compat.free_device_bytes(device)
         needed = sum(_bytes(b) for b in buckets if b.resident != device)
-        if ranks is not None:
-            needed += sum(map(_bytes, buckets)) * (ranks.count - 1)
         if needed > available:
             raise DeviceMemoryError(
                 f"unmegacompile(): {name} needs {format_bytes(needed)} on {device} for parameters, "

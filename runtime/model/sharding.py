@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,17 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
-from megacompile.cost.rank_rates import ranks_of_host
-from megacompile.errors import HostMemoryError, ModelError, OptionError
-from megacompile.host_memory import available_bytes
+from megacompile.errors import ModelError, OptionError
 from megacompile.packed import packed_parameters
 from megacompile.runtime.device.ranks import Ranks, checksum
-from megacompile.runtime.optim.blockwise import to_plain
-from megacompile.runtime.params.guards import guard_dtensors, release
-from megacompile.runtime.params.optimizer_states import free_states
-from megacompile.runtime.params.parameter_gradients import Accumulators
+from megacompile.runtime.params.guards import guard_dtensors
 from megacompile.runtime.step import hooks
-from megacompile.text import format_bytes
 
 Sites = list[tuple[dict[str, Any], str]]  # the modules' attributes that hold a parameter
 
@@ -46,13 +40,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
     _check(model, meta=filled)
     optimizers = optimizers_over(model)
     for optimizer in optimizers:
-        _check_states(
-            "megacompile()",
-            optimizer,
-            model,
-            "and mesh= divides states by rows; needed the parameter's shape; call megacompile() "
-            "before the first step, and load a checkpoint afterwards",
-        )
+        _check_states(optimizer, model)
     _check_alike(model, ranks)
     # the first rank's values where they differ: they were initialized without a seed
     named = [*model.parameters(), *model.buffers()]
@@ -73,7 +61,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
         for holder, name in sites:
             holder[name] = whole
     for optimizer in optimizers:
-        replace_params(optimizer, made, compat.distributed)
+        _replace_params(optimizer, made)
     return made
 
 
@@ -146,36 +134,30 @@ def optimizers_over(model: nn.Module) -> list[Optimizer]:
     return hooks.constructed(lambda param: id(param) in ids)
 
 
-def replace_params(
-    optimizer: Optimizer,
-    made: Mapping[int, nn.Parameter],  # new parameters, by the ids of the old ones
-    change: Callable[
-        [torch.Tensor, nn.Parameter], torch.Tensor
-    ],  # of states of a parameter's shape
-) -> None:
-    """Replace parameters of an optimizer, with their states."""
+def _replace_params(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
+    """Replace parameters of an optimizer by new ones, by the ids of the old ones, and shard their
+    states."""
     for old in [param for param in optimizer.state if id(param) in made]:
         new, states = made[id(old)], optimizer.state.pop(old)
         for key, value in states.items():
-            if isinstance(value, torch.Tensor):
-                if value.shape == old.shape or compat.is_sharded(value):
-                    states[key] = change(value, new)
+            if isinstance(value, torch.Tensor) and value.shape == old.shape:
+                states[key] = compat.distributed(value, new)
         optimizer.state[new] = states
     for group in optimizer.param_groups:
         group["params"] = [made.get(id(p), p) for p in group["params"]]
 
 
-def _check_states(caller: str, optimizer: Optimizer, model: nn.Module, instead: str) -> None:
+def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise if an optimizer has states that do not follow the rows of their parameter."""
     for name, param in model.named_parameters():
         for key, state in optimizer.state.get(param, {}).items():
-            if not isinstance(state, torch.Tensor) or compat.is_sharded(state):
-                continue
-            if state.dim() and state.shape != param.shape:
+            of_tensor = isinstance(state, torch.Tensor) and state.dim() > 0
+            if of_tensor and state.shape != param.shape:
                 raise OptionError(
-                    f"{caller}: {type(optimizer).__name__} has a state {key!r} of shape "
+                    f"megacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
-                    f"{instead}"
+                    "and mesh= divides states by rows; needed the parameter's shape; call "
+                    "megacompile() before the first step, and load a checkpoint afterwards"
                 )
 
 
@@ -204,79 +186,3 @@ def _look(tensor: torch.Tensor) -> str:
     on_meta = " on meta" if tensor.is_meta else ""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{layout}{on_meta}"
-
-
-# The inverse: a shared model becomes whole in each rank, with new parameters again. A bucket is
-# gathered once the previous one is freed.
-
-
-class Gathering:
-    """Makes the tensors of a shared model whole, on a device; all ranks make the same calls."""
-
-    def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
-        self.device = device
-        self._ranks = ranks
-        self._sites: dict[int, Sites] = {id(param): sites for param, sites in sites_of(model)}
-        self.optimizers = optimizers_over(model)
-
-    def take(
-        self,
-        params: Sequence[nn.Parameter],
-        gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
-    ) -> None:
-        """Makes parameters whole, with their gradients and states."""
-        made: list[nn.Parameter] = []
-        for param in params:
-            gradient = gradient_of(param)
-            release(param)
-            new = nn.Parameter(self._whole(param), requires_grad=param.requires_grad)
-            if gradient is not None:
-                new.grad = self._whole(gradient).to(new.dtype)
-            param.grad = None
-            for holder, name in self._sites.get(id(param), ()):
-                holder[name] = new
-            made.append(new)
-        replaced = {id(old): new for old, new in zip(params, made, strict=True)}
-        for optimizer in self.optimizers:
-            replace_params(optimizer, replaced, self._whole_state)
-            free_states(optimizer, made)
-
-    def _whole_state(self, state: torch.Tensor, _: object) -> torch.Tensor:
-        return self._whole(to_plain(state)) if compat.is_sharded(state) else state
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The full tensor of a DTensor, in its own memory: a collective."""
-        return self._ranks.all_of(tensor).to(self.device, copy=True)
-
-
-def refuse_ungathered(
-    model: nn.Module, ranks: Ranks, part_bytes: int, device: torch.device
-) -> None:
-    """Raise if a shared model cannot become whole in each rank: a parameter has hooks (ModelError),
-    an optimizer has states whose sharding is unknown (OptionError), or the host has too little
-    memory for all of its ranks (HostMemoryError), each with `part_bytes` now."""
-    name = type(model).__name__
-    for param_name, param in model.named_parameters():
-        hooks = compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)
-        if hooks or (param.requires_grad and any(Accumulators([param]).hooks)):
-            raise ModelError(
-                f"unmegacompile(): parameter {name}.{param_name} has hooks, which would be lost "
-                "when it becomes an ordinary parameter; register them afterwards"
-            )
-    for optimizer in optimizers_over(model):
-        _check_states(
-            "unmegacompile()",
-            optimizer,
-            model,
-            "which ranks (mesh=) cannot gather; needed a DTensor, or the parameter's shape; call "
-            "optimizer.state.clear(), and make a new optimizer afterwards",
-        )
-    ranks_here = ranks_of_host(ranks.mesh)
-    more, available = part_bytes * (ranks.count - 1), available_bytes() // ranks_here
-    if device.type == "cpu" and more > available:
-        raise HostMemoryError(
-            f"unmegacompile(): {name} needs {format_bytes(more)} more of host memory in each rank "
-            "for whole parameters, gradients and optimizer states, and "
-            f"{format_bytes(available)} is free for each of the {ranks_here} ranks of this host; "
-            "save it with megacompile.save(), which gathers one parameter at a time, and load that"
-        )

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from megacompile import accumulate, megacompile, unmegacompile
+from megacompile import accumulate, megacompile, released
 from tests.ranks.here import Check, Here, Values, contents, differing, same_in_all, whole
 
 WORDS = 11
@@ -300,9 +300,9 @@ def shared(mode: Mode, here: Here) -> Values:
                 found[f"loss {step}.{k}"] = loss.detach().cpu()
             _step(mode, model, optimizer, f"norm {step}", found)
             schedule.step()
-        if HERE in mode.options.values():  # `full_tensor()` would wait for a part of another device
-            unmegacompile(model)
-        return found | contents(model, optimizer)
+        # `full_tensor()` would wait for a part of another device
+        with released(model) if HERE in mode.options.values() else nullcontext():
+            return found | contents(model, optimizer)
 
 
 def _as_kept(mode: Mode, gradient: Tensor | None) -> Any:

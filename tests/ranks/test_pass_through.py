@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from megacompile import megacompile, save, unmegacompile
+from megacompile import megacompile, save
 from megacompile.errors import ModelError, RankError
 from tests import inside
 from tests.equality.nets import Applies
@@ -94,7 +94,6 @@ def test_the_first_rank_does_not_save_alone(net: nn.Module) -> None:
         shared.save_pretrained("folder")
     whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in shared.state_dict().items()}
     assert shared.save_pretrained("folder", state_dict=whole) == "folder"
-    assert unmegacompile(shared).save_pretrained("folder") == "folder"
 
 
 def test_all_ranks_have_the_first_ones_values(
