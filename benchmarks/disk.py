@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.report import publish
 from megacompile.runtime import disk as disks
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import DiskBuffer, HostBuffer
 from megacompile.runtime.disk import Disk, Way
 
@@ -133,7 +134,7 @@ def _threads(
     *,
     direct: bool = True,
 ) -> Run:
-    disk.start_threads(threads)
+    disk.lanes = {way: tuple(Background("disk") for _ in range(threads)) for way in Way}
     flat = memory.bytes(len(memory))
     descriptor = disk.direct_fd if direct else None
 

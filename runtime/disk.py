@@ -114,7 +114,10 @@ class Disk:
         # by size; thread-safe: popping a place claims it
         self._free: dict[int, deque[Place]] = {}
         self._given_back: deque[Place] = deque()
-        self.start_threads(THREADS)
+        self.lanes = {
+            way: tuple(Background(f"megacompile-disk-{way.value}-{i}") for i in range(THREADS))
+            for way in Way
+        }
         try:
             self.fd, name = tempfile.mkstemp(prefix=".megacompile-", dir=folder)
             os.unlink(name)
@@ -137,13 +140,6 @@ class Disk:
                 "btrfs)",
                 notices.Whose.HOST,
             )
-
-    def start_threads(self, count: int) -> None:
-        """Use so many threads for each direction."""
-        self.lanes = {
-            way: tuple(Background(f"megacompile-disk-{way.value}-{i}") for i in range(count))
-            for way in Way
-        }
 
     def _direct(self) -> int:
         """Open the file for direct I/O; see [Note: direct I/O]. Raises OSError: the file system

@@ -38,7 +38,9 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
     guard_dtensors()
     compat.send_no_parts(compat.is_sharded)
     _check(model, meta=filled)
-    optimizers = optimizers_over(model)
+    ids = {id(param) for param in model.parameters()}
+    # including optimizers without a step so far
+    optimizers = hooks.constructed(lambda param: id(param) in ids)
     for optimizer in optimizers:
         _check_states(optimizer, model)
     _check_alike(model, ranks)
@@ -126,12 +128,6 @@ def divide_loaded(
         if compat.is_sharded(param) and isinstance(value, torch.Tensor):
             if not compat.is_sharded(value) and value.shape == param.shape:
                 state_dict[prefix + name] = compat.distributed(value, param)
-
-
-def optimizers_over(model: nn.Module) -> list[Optimizer]:
-    """The optimizers of a model's parameters, including optimizers without a step so far."""
-    ids = {id(param) for param in model.parameters()}
-    return hooks.constructed(lambda param: id(param) in ids)
 
 
 def _replace_params(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:

@@ -100,10 +100,6 @@ class Gradients:
             for i, param in enumerate(bucket.params)
         }
 
-    def place(self, param: torch.Tensor) -> ParamId | None:
-        """A parameter's bucket and index; None for another model's parameter."""
-        return self.places.get(id(param))
-
     def param(self, place: ParamId) -> nn.Parameter:
         return self.buckets[place[0]].params[place[1]]
 

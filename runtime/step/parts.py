@@ -281,7 +281,7 @@ class StepParts:
             if rule is None or not all(o.fits(group.get(o.name)) for o in rule.options):
                 continue  # the step will refuse it
             for param in group["params"]:
-                place = self.machine.gradients.place(param)
+                place = self.machine.gradients.places.get(id(param))
                 if place is not None and place[0] not in resident and param.numel() > 1:
                     compiled(rule, self._like(rule, group, param, *place))
 
@@ -326,7 +326,7 @@ class StepParts:
             )
 
     def _optimizers(self) -> list[Optimizer]:
-        return hooks.constructed(lambda param: self.machine.gradients.place(param) is not None)
+        return hooks.constructed(lambda param: id(param) in self.machine.gradients.places)
 
     def _of_states(
         self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
@@ -338,7 +338,7 @@ class StepParts:
         by_key: dict[int, dict[str, dict[int, StateDtype]]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
-                key, i = self.machine.gradients.place(param) or (-1, -1)
+                key, i = self.machine.gradients.places.get(id(param), (-1, -1))
                 if i in schedule.gradient_params.get(key, ()) and not optimizer.state.get(param):
                     named = by_key.setdefault(key, {})
                     for name in rule.state_names(group):

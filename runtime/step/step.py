@@ -78,7 +78,7 @@ class Updates:
             compat.keep_state_dtypes(lambda param: (mine := owns()) is not None and mine(param))
 
     def owns(self, param: torch.Tensor) -> bool:
-        return self.machine.gradients.place(param) is not None
+        return id(param) in self.machine.gradients.places
 
     def settle(self, *, raises: bool = True) -> None:
         """Wait for all work in flight; `raises` failures whose values were not loaded since."""
