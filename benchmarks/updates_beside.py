@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.models import qwen2, tokens
 from benchmarks.report import publish
-from megacompile.runtime.optim.kernels import launch
+from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.optim.rules import ADAM
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
 
     def update() -> None:
         for each in updates:
-            launch(ADAM, each)
+            update_bucket(ADAM, each)
 
     def both() -> None:
         update()

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from megacompile.runtime.optim.rule import (
     Launch,
     OptimizerRule,
     Signature,
-    Update,
-    launches,
 )
 
 _WARPS = 8
@@ -48,17 +46,11 @@ _GUESSES = tl.constexpr(512)
 _SMALLEST = tl.constexpr(blockwise.SMALLEST)
 
 
-def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = PROGRAM_NUMEL) -> None:
-    """Update the parameters of a bucket in place on the gradients' device. `block` is the number of
-    elements per program: 256 times a power of two."""
-    if updates:
-        run(rule, launches(rule, updates, block=block), updates[0].grad.device, block=block)
-
-
 def run(
     rule: OptimizerRule, each: Iterable[Launch], device: torch.device, *, block: int = PROGRAM_NUMEL
 ) -> None:
-    """Launch the kernel of a rule."""
+    """Launch the kernel of a rule, which updates parameters of a bucket in place. `block` is the
+    number of elements per program: 256 times a power of two."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for one in each:
             maps = blockwise.tables(device) if torch.uint8 in one.signature.states else None

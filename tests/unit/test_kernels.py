@@ -21,7 +21,7 @@ from torch.optim import AdamW
 
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim import rule as table
-from megacompile.runtime.optim.rule import OptimizerRule, State, Update
+from megacompile.runtime.optim.rule import OptimizerRule, State, Update, launches
 from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.optim.twin import apply, seed_of
 from tests.processes import python
@@ -48,9 +48,10 @@ PLAIN = {**GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}  # of SGD
 
 
 def kernel(rule: OptimizerRule, updates: Sequence[Update], block: int = BLOCK) -> None:
-    from megacompile.runtime.optim.kernels import launch
+    from megacompile.runtime.optim.kernels import run
 
-    launch(rule, updates, block=block)
+    device = updates[0].grad.device
+    run(rule, launches(rule, updates, block=block), device, block=block)
 
 
 def twin(rule: OptimizerRule, updates: Sequence[Update]) -> None:
