@@ -186,19 +186,6 @@ def test_sizes_of_a_frame_that_is_gone_are_forgotten() -> None:
     assert kinds == [Tensor, Tensor]  # and no torch.SymInt
 
 
-def test_scaled_losses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.amp.GradScaler, "scale", inspect.unwrap(torch.amp.GradScaler.scale))
-    compat.notice_scaled_losses()
-    scalers = [torch.amp.GradScaler("cpu", enabled=on, init_scale=4.0) for on in (True, False)]
-    seen: list[bool] = []
-    for scaler in (scalers[0], None, *scalers):
-        w = torch.ones(2, requires_grad=True)
-        w.register_hook(lambda gradient: seen.append(compat.loss_is_scaled()))
-        loss = w.sum()
-        (scaler.scale(loss) if scaler else loss).backward()
-    assert seen == [True, False, True, False] and not compat.loss_is_scaled()
-
-
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 aten = torch.ops.aten
 

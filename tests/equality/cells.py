@@ -382,17 +382,20 @@ def lent(run: Run) -> None:
 
 
 def exchanged(run: Run) -> None:
-    """Data behind a forward, whose backward has the old one; behind a backward groups, strides of a
-    gradient, states, and a second step."""
+    """Data behind a forward, whose backward has the old one; between two steps for one backward
+    states, groups, and the strides of a gradient."""
     groups = run.optimizers[0].param_groups
     for i in range(5):
         run.zero()
         loss = run.loss(i)
-        *_, param = groups[0]["params"]
+        param, *_ = groups[0]["params"]
         if i == 4:
             param.data = param.data * 2
         run.backward(loss)
+        run.step()
         state = run.optimizers[0].state[param]
+        for name, value in state.items() if i == 0 else ():
+            state[name] = value + 5 if name == "step" else torch.ones_like(value)
         if i in (1, 3):  # there and back
             matrices, vectors = groups[0]["params"], groups[-1]["params"]
             matrices[0], vectors[0] = vectors[0], matrices[0]
@@ -400,10 +403,6 @@ def exchanged(run: Run) -> None:
             weight = run.model.layers[1].up.weight
             gradient = None if weight.grad is None else weight.grad.t().contiguous().t()
             weight.grad = gradient
-        if i == 3:
-            for name, value in state.items():
-                state[name] = value + 5 if name == "step" else torch.ones_like(value)
-            run.step()
         run.step()
 
 

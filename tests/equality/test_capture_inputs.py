@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._dynamo import graph_break
 
 from megacompile import megacompile, schedules
-from megacompile.ir.tensors import TensorMeta
 from tests import inside, quantized
 from tests.equality.nets import Applies, assert_alike, in_a_row, trained
 from tests.zoo import twins
@@ -288,19 +287,6 @@ def test_odd_values_between_two_graphs(name: str) -> None:
     models = applied(ODD[name], breaks=True, activations="keep")
     assert_alike(models, of_a_leaf)
     assert len(inside.graphs(models[1])) == 2
-
-
-def test_metas_that_overlap() -> None:
-    def meta(shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorMeta:
-        return TensorMeta(shape, torch.float32, stride)
-
-    assert meta((2, 3), (0, 1)).overlaps_itself
-    assert meta((3, 4), (2, 1)).overlaps_itself
-    assert not meta((3, 4), (1, 3)).overlaps_itself
-    assert not meta((3, 4), (8, 1)).overlaps_itself, "rows of a larger one"
-    assert not meta((1, 4), (0, 1)).overlaps_itself, "one row"
-    assert not meta((), ()).overlaps_itself
-    assert meta((2, 3, 4), (0, 1, 3)).contiguous().stride == (12, 4, 1)
 
 
 X, MASK = torch.linspace(-1, 1, 8).view(2, 4), torch.tensor([True, False])

@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import ModelError, megacompile, schedules, unmegacompile
 from tests import inside, quantized, zoo
+from tests.equality.nets import Applies
 from tests.quantized import OWN, Int8, Packed, PackedLinear
 from tests.training import move
 from tests.zoo import Inputs, equal, uncompiled
@@ -203,19 +204,11 @@ def test_stochastic_rounding_is_by_the_seed_and_keeps_small_updates() -> None:
     assert (first[-1] != start).sum() > (rounded(7)[-1] != start).sum()
 
 
-class Alike(nn.Module):
-    """Two parameters of a bucket that have equal values and gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.ones(1024, dtype=BF16)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.a + x * self.b).sum()
-
-
 def test_parameters_of_a_bucket_are_rounded_apart() -> None:
-    model = streamed(Alike(), stochastic_rounding=True)
+    """Two that have equal values and gradients."""
+    same = {name: nn.Parameter(torch.ones(1024, dtype=BF16)) for name in "ab"}
+    model = Applies(lambda m, x: (x * m.a + x * m.b).sum(), **same)
+    model = streamed(model, stochastic_rounding=True)
     model(torch.ones(1024, dtype=BF16)).backward()
     SGD(model.parameters(), lr=1e-3).step()
     assert not torch.equal(model.a, model.b)

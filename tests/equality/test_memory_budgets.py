@@ -43,9 +43,6 @@ class Layer(nn.Module):
         self.up, self.down = (nn.Linear(WIDTH, WIDTH).requires_grad_(base) for _ in range(2))
         self.shift = nn.Parameter(torch.zeros(WIDTH))
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.shift)
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).relu() + self.shift)
 

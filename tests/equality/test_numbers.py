@@ -20,6 +20,7 @@ from megacompile.ir import ops
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
 from tests import zoo
+from tests.equality.nets import Applies
 from tests.zoo import assert_same
 
 CPU = torch.device("cpu")
@@ -211,19 +212,17 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-class WithLoss(nn.Module):
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head, self.loss = nn.Linear(8, 16), nn.Linear(16, 5), loss
+def with_loss(loss: Loss) -> Any:
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss(m.head(torch.relu(m.body(x))), y)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self.head(torch.relu(self.body(x))), y)
+    torch.manual_seed(0)
+    return Applies(forward, body=nn.Linear(8, 16), head=nn.Linear(16, 5))
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_that_of_autocast(name: str) -> None:
-    plain = WithLoss(LOSSES[name])
+    plain = with_loss(LOSSES[name])
     model = megacompile(copy.deepcopy(plain), compute_dtype=torch.bfloat16, progress=False)
     with torch.autocast("cpu", torch.bfloat16):
         want = plain(X, Y)
@@ -238,10 +237,10 @@ def test_a_loss_is_that_of_autocast(name: str) -> None:
 
 def test_a_dtype_that_was_asked_for_stays() -> None:
     """And without `compute_dtype` nothing is widened."""
-    net = WithLoss(lambda z, y: torch.log_softmax(z, -1, dtype=torch.float64).sum())
+    net = with_loss(lambda z, y: torch.log_softmax(z, -1, dtype=torch.float64).sum())
     megacompile(net, compute_dtype=torch.bfloat16, progress=False)
     assert net(X, Y).dtype == torch.float64
-    model = megacompile(WithLoss(F.cross_entropy).bfloat16(), progress=False)
+    model = megacompile(with_loss(F.cross_entropy).bfloat16(), progress=False)
     assert model(X.bfloat16(), Y).dtype == torch.bfloat16
 
 

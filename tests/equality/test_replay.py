@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megacompile import explain, megacompile
 from tests import inside
+from tests.equality.nets import Applies
 
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
 
@@ -200,13 +201,6 @@ def clips(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     return [norm]
 
 
-def evaluates(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
-    net.eval()
-    with torch.no_grad():
-        before = net(batch[1])
-    return [*before, *usual(net.train(), optimizer, batch)]
-
-
 def evaluates_before_the_backward(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
     """What the forward has saved waits while a graph runs that was captured before it."""
     found: list[Tensor] = []
@@ -266,7 +260,6 @@ LOOPS = [
     holds_gradients,
     fills_gradients_with_zeros,
     clips,
-    evaluates,
     evaluates_before_the_backward,
     leaves_memory_out,
     replaces_a_parameter,
@@ -294,25 +287,23 @@ def test_replays_change_nothing(loop: Loop) -> None:
     assert [k for k, (a, b) in enumerate(zip(plain, ours, strict=True)) if not a.equal(b)] == []
 
 
-class Parts(nn.Module):
-    """Results that leave memory out, or have an element in several places."""
+def parts() -> Any:
+    """Its results leave memory out, or have an element in several places."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.before(x).tanh()
-        part, mean = hidden[:, ::2], self.head(hidden).mean(0, keepdim=True).expand(8, 4)
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = m.before(x).tanh()
+        part, mean = hidden[:, ::2], m.head(hidden).mean(0, keepdim=True).expand(8, 4)
         torch._dynamo.graph_break()
-        return self.head(torch.cat([part, part], 1)), mean, part
+        return m.head(torch.cat([part, part], 1)), mean, part
+
+    return Applies(forward, before=nn.Linear(16, 32), head=nn.Linear(32, 4))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_results_have_the_strides_of_the_code() -> None:
     found = []
     for emulated in (None, Emulated()):
-        net = model(emulated, make=Parts)
+        net = model(emulated, make=parts)
         torch.manual_seed(1)
         for _ in range(STEPS):
             found.append(net(torch.randn(8, 16)))

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,17 +25,18 @@ from megacompile import (
     DeviceMemoryError,
     HostMemoryError,
     OptimizerError,
-    megacompile,
     schedules,
     unmegacompile,
     updates,
 )
 from megacompile.ir import ops
 from tests import disks, inside, training, zoo
+from tests.equality import cells
+from tests.equality.cells import Cell
 from tests.equality.nets import Applies, assert_alike, said, train, with_adamw
 from tests.inside import residents
 from tests.training import adamw, data, groups, net
-from tests.zoo import assert_same, twins
+from tests.zoo import assert_same, twins, unlike
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
 KB = 1000
@@ -129,78 +131,26 @@ def test_moves_wait_for_backwards_and_keep_everything() -> None:
     assert before == {name: id(param) for name, param in model.named_parameters()}
 
 
-def regroup(model: Model, optimizer: Optimizer, i: int) -> None:
-    if i == 3:
-        up = model.layers[1].up
-        other = {up.weight: up.bias, up.bias: up.weight}
-        for group in optimizer.param_groups:
-            group["params"] = [other.get(param, param) for param in group["params"]]
-
-
-def transpose(model: Model, optimizer: Optimizer, i: int) -> None:
-    if i == 3:
-        weight = model.layers[1].up.weight
-        weight.grad = weight.grad.t().contiguous().t()
-
-
-def new_states(model: Model, optimizer: Optimizer, i: int) -> None:
-    state = optimizer.state[model.layers[1].up.weight]
-    if i == 2:
-        state["exp_avg"] = torch.ones_like(state["exp_avg"])
-    if i == 3:
-        state["step"] += 5
-    if i == 4:
-        optimizer.state.clear()
-
-
-def double(model: Model, optimizer: Optimizer, i: int) -> None:
-    """A second step for the same gradients."""
-    if i == 3:
-        optimizer.step()
-
-
-def refuse(model: Model, optimizer: Optimizer, i: int) -> None:
-    """What a step refuses it refuses again, and nothing changes."""
-    if i == 3:
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizer.param_groups[1]["eps"] = "small"
-        with pytest.raises(OptimizerError, match="eps"):
-            optimizer.step()
-        optimizer.param_groups[1]["eps"] = 1e-8
-        assert all(map(torch.equal, model.parameters(), before))
-
-
-BETWEEN = (regroup, transpose, new_states, double, refuse)
-
-
 def test_a_step_that_is_alike_is_the_step() -> None:
-    """In every bit that over streamed buckets; it holds no memory of buckets."""
-    options: dict[str, Any] = {"device": "cpu", "lowering": "eager", "state_dtype": BF16}
-    one, two = (megacompile(net(), resident=where, **options) for where in ("all", 0))
-    start = copy.deepcopy(two.state_dict())
-    for between in BETWEEN:
-        found = []
-        for model in (one, two):
-            model.load_state_dict(start)
-            (optimizer,) = adamw(model)
-            for i in range(6):
-                optimizer.zero_grad()
-                model(**data(i)).backward()
-                between(model, optimizer, i)
-                optimizer.step()
-            found.append([*model.parameters(), *map(torch.as_tensor, states(optimizer))])
-            if model is one:
-                assert set(updates(one).values()) == {"on the device, resident"}
-        assert all(zoo.equal(a + 0, b + 0) for a, b in zip(*found, strict=True)), between.__name__
-    gone = weakref.ref(inside.buckets(one)["layers.1"])
-    del found, model
-    unmegacompile(one)
+    """In every bit that over streamed buckets, whatever changes between two; what one refuses the
+    next one refuses, and nothing changes. It holds no memory of buckets."""
+    run = cells.build(Cell(numbers="bf16 states and gradients", weights="resident"))
+    for loop in ("exchanged", "edited"):
+        want = cells.expected(replace(run.cell, loop=loop))
+        assert unlike(want, cells.trained(cells.on(run, loop))) == []
+    run.backward(run.loss(0))
+    before, (optimizer,) = copy.deepcopy(run.model.state_dict()), run.optimizers
+    optimizer.param_groups[1]["eps"] = "small"
+    with pytest.raises(OptimizerError, match="eps"):
+        optimizer.step()
+    assert unlike(before, run.model.state_dict()) == []
+    optimizer.param_groups[1]["eps"] = 1e-8
+    run.step()
+    assert set(updates(run.model).values()) == {"on the device, resident"}
+    gone = weakref.ref(inside.buckets(run.model)["layers.1"])
+    unmegacompile(run.model)
     gc.collect()
     assert gone() is None
-
-
-def states(optimizer: Optimizer) -> list[Any]:
-    return [v for state in optimizer.state.values() for _, v in sorted(state.items())]
 
 
 def test_large_updates_are_made_in_parts() -> None:

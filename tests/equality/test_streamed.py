@@ -95,19 +95,14 @@ def test_a_new_layout_lets_the_old_one_go() -> None:
 def test_a_new_graph_finds_the_new_node_of_a_parameter() -> None:
     """Another graph had asked for the node of this one parameter, which has a hook."""
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared, self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x: Tensor, left: bool) -> Tensor:
-            branch = self.left if left else self.right
-            return branch(self.shared(x)).sum()
+    def forward(m: Any, x: Tensor, early: bool) -> Tensor:
+        branch = m.middle if early else m.last
+        return branch(m.first(x)).sum()
 
     x = torch.ones(2, WIDTH)
-    both = twins(Branches())
+    both = twins(in_a_row(forward, count=3, width=WIDTH))
     for model in both:
-        param = model.shared.weight
+        param = model.first.weight
         param.register_hook(lambda gradient: gradient * 2)
         for _ in range(2):
             model(x, True).backward()

@@ -240,8 +240,6 @@ ROWS: dict[str, tuple[Said, type[Exception], str]] = {
      "optimizer.param_groups[0]['eps'], and call it again"),
     "half_a_state": (a_state("exp_avg", lambda t: t[:2]), OptimizerError,
      f"{OF_LAST.format('exp_avg')} is torch.float32, torch.strided, of shape (2, 8); {DENSE}"),
-    "whole_numbers": (a_state("exp_avg", lambda t: t.long()), OptimizerError,
-     f"{OF_LAST.format('exp_avg')} is torch.int64, torch.strided, of shape (4, 8); {DENSE}"),
     "two_steps": (a_state("step", lambda t: t.expand(2).clone()), OptimizerError,
      f"{OF_LAST.format('step')} is torch.float32, torch.strided, of shape (2,); needed one "
      f"number; {RESET}"),

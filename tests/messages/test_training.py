@@ -208,9 +208,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "backward; leave one of them out"),
     "a gradient that is gone": (trained(lambda model, _: model[0].weight.grad * 2), OptimizerError,
      GONE),
-    "clipped too late": (
-     trained(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)), OptimizerError,
-     GONE),
     "a second backward": (
      trained(lambda model, _: model(torch.ones(2, 8)).sum().backward()), OptimizerError,
      "parameter '0.weight' was updated in a backward already, and gets another gradient before "

@@ -25,6 +25,7 @@ from megacompile.ir.stages import Code
 from tests import inside, zoo
 from tests.capturing import Counting, Net, capture, differentiated
 from tests.equality import cells
+from tests.equality.nets import Applies
 from tests.planned import passed, rows
 from tests.zoo import hf_qwen2
 
@@ -323,21 +324,14 @@ def test_returned_logits_are_returned() -> None:
         assert torch.equal(streamed(ids()), plain(ids()))
 
 
-class LossAlone(nn.Module):
-    """A Hugging Face model whose caller wants the loss, not the logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        return self.model(input_ids=ids, labels=ids, **options).loss
-
-
 def test_a_model_of_transformers() -> None:
     """Its loss alone, of a mean, or divided by a count that Trainer gives as a tensor."""
     inner = hf_qwen2(vocab_size=CLASSES, tie_word_embeddings=True)
-    plain, streamed = twins(LossAlone(inner), dynamic=False)  # a count would be a symbol
+
+    def loss(m: Any, ids: Tensor, **options: Any) -> Tensor:
+        return m.model(input_ids=ids, labels=ids, **options).loss
+
+    plain, streamed = twins(Applies(loss, model=inner), dynamic=False)  # a count would be a symbol
     for count in (None, torch.tensor(200), 200):
         given: Any = {} if count is None else {"num_items_in_batch": count}
         step(plain, streamed, ids(), **given)

@@ -26,18 +26,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import megacompile as package
-from megacompile import Schedule, __version__, errors, megacompile, schedules, trace, updates
+from megacompile import Schedule, __version__, errors, megacompile, schedules, updates
 from megacompile.cli import main
 from megacompile.ir import ops
 from tests import inside
+from tests.equality.nets import in_a_row
 from tests.interrupts import watched
 from tests.processes import python
 from tests.sources import LINKED, ROOT, files
 from tests.trace_events import faults
-from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
+from tests.zoo import batch, equal, stack, step, tied, twins
 
 
 @pytest.fixture(autouse=True)
@@ -166,12 +167,9 @@ def test_the_model_is_changed_in_place_and_returned() -> None:
     assert megacompile(model, device="cpu", lowering="eager") is model, "again, with the same"
 
 
-def test_the_docstring_names_every_option_and_its_example_runs() -> None:
+def test_the_example_of_the_docstring_runs() -> None:
     """As it stands there, on a model that takes (x, y) and gives a loss."""
     text = inspect.getdoc(megacompile) or ""
-    args = text.partition("Args:")[2].partition("Raises:")[0]
-    described = re.findall(r"^    (\w+): ", args, re.M)
-    assert described == list(inspect.signature(megacompile).parameters)
     raised = re.findall(r"^    (\w+Error): ", text.partition("Raises:")[2], re.M)
     assert {"ModelError", "OptionError", "HostMemoryError"} <= set(raised)
     assert all(hasattr(package, name) for name in raised)
@@ -192,26 +190,17 @@ def test_the_docstring_names_every_option_and_its_example_runs() -> None:
     assert {name for name in vars(errors) if name.endswith("Error")} <= set(package.__all__)
 
 
-class Broken(nn.Module):
-    """Two layers, and a graph break between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).relu()
-        torch._dynamo.graph_break()
-        return self.second(hidden).square().mean()
-
-
 def test_each_captured_graph_and_kind_of_call_has_a_schedule() -> None:
-    _, model = twins(Broken())
-    step(model, {"x": batch()["x"]})
-    assert [schedule.name for schedule in schedules(model)] == ["Broken", "Broken.1"]
+    def broken(m: Any, x: Tensor) -> Tensor:
+        hidden = m.first(x).relu()
+        torch._dynamo.graph_break()
+        return m.last(hidden).square().mean()
+
+    _, model = twins(in_a_row(broken))
+    model(torch.ones(2, 4)).backward()
+    assert [schedule.name for schedule in schedules(model)] == ["Applies", "Applies.1"]
     with torch.no_grad():
-        model(batch()["x"])
+        model(torch.ones(2, 4))
     assert [schedule.backward is None for schedule in schedules(model)].count(True) == 2
     assert len(schedules(model)) == 4
 
@@ -230,9 +219,7 @@ class Watched:
             vars(inside)["Executor"].__init__: self._look("made"),
         }
         with watched(looks):
-            step(self.model, batch())
-            self.first = schedules(self.model)[0]
-            with trace(self.model) as self.traced:
+            for _ in range(2):
                 step(self.model, batch())
         (self.schedule,) = schedules(self.model)
 
@@ -254,16 +241,6 @@ def test_schedules_are_verified_before_they_run(stepped: Watched) -> None:
     verified, made = ([s for what, s in stepped.events if what == k] for k in ("verified", "made"))
     for mine, theirs in zip(verified, made, strict=True):
         assert mine.code().splitlines()[2:] == theirs.code().splitlines()[2:]  # but for `lower`
-
-
-def test_print_shows_what_ran(stepped: Watched, capsys: pytest.CaptureFixture[str]) -> None:
-    """The newest schedule; its ops are, one by one, the spans that were traced."""
-    assert "fetch_grad" not in str(stepped.first) and "fetch_grad" in str(stepped.schedule)
-    print(stepped.schedule)
-    printed = capsys.readouterr().out
-    shown = re.findall(r"# (?:compute|h2d|d2h) +(\S+)", printed)
-    ran = [span.op.name for span in stepped.traced.spans]
-    assert ran == [label for label in shown if label not in ("BEGIN", "FREE", "WAIT")]
 
 
 def test_the_history_has_every_pass_and_what_it_did(stepped: Watched) -> None:

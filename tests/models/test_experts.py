@@ -10,7 +10,6 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from tests import inside
@@ -44,38 +43,6 @@ def test_the_operator_for_it_is_the_eager_one(dtype: torch.dtype, transposed: bo
     torch.library.opcheck(product.default, (x, view, OFFSETS), test_utils="test_faketensor")
     back = torch.ops.megacompile.grouped_mm_backward.default
     torch.library.opcheck(back, (up, x, view, OFFSETS), test_utils="test_faketensor")
-
-
-class Listed(nn.Module):
-    """Experts in a list, of which those without tokens are not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:  # (tokens, width), and so its result
-        shares = self.router(x).softmax(-1)
-        chosen = shares.argmax(-1)
-        out = x
-        for i in chosen.unique().tolist():
-            rows = (chosen == i).nonzero()[:, 0]
-            out = out.index_add(0, rows, self.experts[i](x[rows]) * shares[rows, i, None])
-        return out
-
-
-@pytest.mark.filterwarnings("ignore:megacompile")
-def test_listed_experts_without_tokens_have_no_gradient() -> None:
-    torch.manual_seed(0)
-    layers = [Listed(), Listed()]
-    with torch.no_grad():
-        for layer in layers:
-            layer.router.bias[1] = -1e3
-    plain, streamed = twins(nn.Sequential(*layers))
-    for model in (plain, streamed):
-        model(torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))).sum().backward()
-    assert_same(plain, streamed)
-    assert sum(p.grad is None for p in plain.parameters()) >= 4
 
 
 def test_stacked_experts_without_tokens_have_zeros() -> None:

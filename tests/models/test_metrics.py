@@ -10,31 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import megacompile as mc
 from megacompile.errors import ModelError
 from tests import inside
 from tests.interrupts import Places, traced
+from tests.zoo import Language
 
 ROWS, LENGTH, WIDTH, WORDS = 3, 8, 16, 32
 
 
-class Words(nn.Module):
-    """A small language model; returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:  # (batch, length) int64
-        return F.cross_entropy(self.head(self.layers(self.embed(ids))).flatten(0, 1), ids.flatten())
+def words(kind: type[Language] = Language) -> Language:
+    return kind(WORDS, WIDTH, [nn.Linear(WIDTH, WIDTH) for _ in range(3)])
 
 
 def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = mc.megacompile(Words(), lowering="eager", device="cpu", **options)
+    model = mc.megacompile(words(), lowering="eager", device="cpu", **options)
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -74,7 +65,7 @@ def test_rates_are_those_of_the_last_steps(calls: int) -> None:
 
 
 def test_frozen_parameters_have_no_gradients_to_count() -> None:
-    plain = Words()
+    plain = words()
     plain.embed.requires_grad_(False)
     model = mc.megacompile(plain, lowering="eager", device="cpu")
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -112,7 +103,7 @@ def test_a_call_without_gradients_in_each_step_is_part_of_it() -> None:
 
 
 def test_two_optimizers_make_one_step() -> None:
-    model = mc.megacompile(Words(), lowering="eager", device="cpu")
+    model = mc.megacompile(words(), lowering="eager", device="cpu")
     params = list(model.parameters())
     both = [torch.optim.AdamW(params[:3]), torch.optim.SGD(params[3:])]
     mc.metrics(model)
@@ -192,7 +183,7 @@ def test_loggers_get_flat_numbers_and_people_a_line() -> None:
 
 def test_a_plain_model_has_none() -> None:
     with pytest.raises(ModelError):
-        mc.metrics(Words())
+        mc.metrics(words())
 
 
 def test_a_trainer_logs_them(tmp_path: Path) -> None:
@@ -214,7 +205,7 @@ def test_a_trainer_logs_them(tmp_path: Path) -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    model = mc.megacompile(Model(), lowering="eager", device="cpu")
+    model = mc.megacompile(words(WithLoss), lowering="eager", device="cpu")
     rows = [{"ids": row} for row in torch.randint(WORDS, (24, LENGTH))]
     trainer = transformers.Trainer(
         model=model, args=arguments, train_dataset=rows, callbacks=[Report()]
@@ -225,10 +216,10 @@ def test_a_trainer_logs_them(tmp_path: Path) -> None:
     assert logged[-1]["megacompile/step_s"] > 0
     assert not any(name.startswith("megacompile/") for name in seen[-1])  # the summary
     with pytest.raises(ModelError):
-        mc.callbacks.for_trainer(transformers.Trainer(model=Model(), args=arguments))
+        mc.callbacks.for_trainer(transformers.Trainer(model=words(WithLoss), args=arguments))
 
 
-class Model(Words):
+class WithLoss(Language):
     def forward(self, ids: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return {"loss": super().forward(ids)}
 
@@ -241,7 +232,7 @@ def test_lightning_logs_them(tmp_path: Path, every: int) -> None:
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             super().__init__()
-            self.model = mc.megacompile(Words(), lowering="eager", device="cpu")
+            self.model = mc.megacompile(words(), lowering="eager", device="cpu")
 
         def training_step(self, batch: Tensor, at: int) -> Tensor:
             return self.model(batch)
