@@ -144,11 +144,10 @@ def own_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def ask_before_export(ask: Callable[[Any], Any]) -> None:
     """Makes DLPack's C functions, which treat a tensor subclass as a plain tensor, export
-    `ask(tensor)`, or the tensor itself if that is None."""
+    `ask(tensor)`."""
 
     def export(stock: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        found = ask(tensor)
-        return stock(tensor if found is None else found, *args, **kwargs)
+        return stock(ask(tensor), *args, **kwargs)
 
     for module, name in (
         (torch._C, "_to_dlpack"),

@@ -237,5 +237,4 @@ def _guarded_among(values: Any) -> Iterator[Any]:
 
 
 compat.take_as_plain(GuardedTensor)
-compat.ask_before_export(opened)
 compat.ask_before_collectives(opened)

@@ -18,7 +18,7 @@ from megacompile import compat
 from megacompile.errors import BackwardError, ModelError
 from megacompile.packed import is_wrapper, on_device, packed_parameters, taken_apart
 from megacompile.runtime.device import ranks
-from megacompile.runtime.params.guards import unguarded_class
+from megacompile.runtime.params.guards import opened, unguarded_class
 from megacompile.runtime.params.looks import ParameterLooks, Same, in_memory, link_of, parameter_of
 
 
@@ -309,7 +309,7 @@ def as_gradient_of(proxy: StreamedParameter, gradient: torch.Tensor) -> torch.Te
 
 for _class in (StreamedParameter, StreamedView):
     _named(_class)
-compat.ask_before_export(in_memory)
+compat.ask_before_export(lambda tensor: in_memory(opened(tensor)))
 
 
 # A parameter that is a wrapper subclass (torchao) has no storage. Its component tensors are in a

@@ -134,6 +134,14 @@ def test_writes_reach_the_host_tensor() -> None:
         assert host._version == now, "reading is none"
 
 
+def test_an_export_by_a_c_function_gets_the_memory() -> None:
+    _, host, proxy = pair()
+    exports: Any = torch.utils.dlpack  # the stubs leave out `to_dlpack`
+    for given in (proxy, proxy.detach()):
+        exported = exports.from_dlpack(exports.to_dlpack(given))
+        assert exported.data_ptr() == host.data_ptr() and equal(exported, host)
+
+
 def test_data_of_another_shape_or_dtype_is_refused() -> None:
     """The schedule that runs could not take it."""
     for value in (torch.ones(4, 3), torch.ones(3, 4, dtype=torch.float64)):
