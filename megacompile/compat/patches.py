@@ -15,11 +15,14 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     if hasattr(stock, "of_megacompile"):
         return
 
-    @functools.wraps(stock)
-    def ours(*args: Any, **kwargs: Any) -> Any:
-        return function(stock, *args, **kwargs)
+    ours: Any = functools.partial(function, stock)
+    if not inspect.ismodule(owner):  # of a class: it must take `self`
 
-    ours.of_megacompile = True  # type: ignore[attr-defined]
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return function(stock, *args, **kwargs)
+
+    functools.update_wrapper(ours, stock)
+    ours.of_megacompile = True
     # `self.name(...)` must not pass itself
     static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     setattr(owner, name, staticmethod(ours) if static else ours)

@@ -192,10 +192,9 @@ class Ambient:
     @staticmethod
     def current(device: torch.device) -> Ambient:
         """The current state, as relevant for work on `device`."""
-        autocast = tuple(
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted({"cpu", device.type})
-        )
+        kinds = sorted({"cpu", device.type})
+        enabled = map(torch.is_autocast_enabled, kinds)
+        autocast = tuple(zip(kinds, enabled, map(torch.get_autocast_dtype, kinds), strict=True))
         kernels = compat.kernel_switches()
         return Ambient(torch.is_grad_enabled(), autocast, torch.get_default_dtype(), kernels)
 

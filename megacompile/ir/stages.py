@@ -192,6 +192,11 @@ class Stage:
             for ref in refs
         )
 
+    @functools.cached_property
+    def partial_args(self) -> int:
+        """The number of partial gradients that are of args; they come before those of buckets."""
+        return len(self.arg_refs(self.traced.partial_gradients))
+
     def arg_refs(self, primals: Sequence[int]) -> list[ArgRef]:
         """The `primals` that are not parameters."""
         return [ref for ref in (self.primals[i] for i in primals) if isinstance(ref, ArgRef)]

@@ -130,7 +130,7 @@ class ComputeOps(OpGroup):
         live: Any = (),
     ) -> tuple[Handle, ...]:
         template = stage.traced
-        of_args = len(stage.arg_refs(template.partial_gradients))  # before those of buckets
+        of_args = stage.partial_args
 
         def run() -> Sequence[Any]:
             groups: dict[int, Group] = dict(map(_VALUE, partial_gradients[of_args:]))
