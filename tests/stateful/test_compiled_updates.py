@@ -69,9 +69,14 @@ def steps(model: nn.Module, optimizer: Optimizer, *seeds: int) -> None:
 
 
 def unusual(model: Any) -> list[Optimizer]:
-    """Gradients of which some are added to, and states that are written under another name."""
+    """Gradients that are not there, or added to, and states that are written under another name."""
     optimizer = adamw(model)
     steps(model, optimizer, 0, 1)
+    backward(model, 5, skip="b")  # b gets none
+    optimizer.step()
+    backward(model, 5)
+    model.layers[0].b.grad = None
+    optimizer.step()
     backward(model, 6)
     backward(model, 7, skip="b")  # adds to the others
     optimizer.step()

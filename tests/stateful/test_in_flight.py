@@ -110,13 +110,6 @@ def test_who_waits_for_what() -> None:
         assert equal(both.plain(**data(7)), model(**data(7)))
     assert workers.waited == [name for name in order if name in workers.waited]
     assert workers.waited[-1] == "head+spare"
-    # gradients that the step reads are zeroed and overwritten behind it
-    both.step()
-    for each, optimizer in both.both:
-        optimizer.zero_grad(set_to_none=False)
-        gradients(each, 9)
-    assert BUCKET in workers.waited
-    assert_same(both.plain, model)
 
 
 def own(model: Any) -> Tensor:
@@ -289,34 +282,6 @@ def test_anywhere_in_a_call(stride: int) -> None:
                 model.zero_grad()
                 step(model, batch())
                 assert differences(plain, model) == [], places.stopped
-
-
-def test_while_a_model_is_taken_over() -> None:
-    """Parameters half in old buckets and half in new ones: the next call takes them over."""
-    torch.manual_seed(0)
-    plain, model = twins(two())
-    assert_steps_same(plain, model, batch())
-    files, before = ("streamed", "proxies", "host", "buffers", "swap"), state()
-
-    def change(seed: int) -> None:
-        torch.manual_seed(seed)
-        weight = torch.randn(WIDTH, WIDTH)
-        for each in (plain, model):
-            each.first.weight = nn.Parameter(weight.clone())
-            each.zero_grad()
-
-    for _ in range(2):  # the first take-over says and imports what the next ones do not
-        change(0)
-        count = interrupted(lambda: model(**batch()), 0, *files).passed
-    stopped = 0
-    for at in range(1, count + 1, count // 15):
-        change(at)
-        params = dict(model.named_parameters())
-        places = interrupted(lambda: model(**batch()), at, *files)
-        stopped += bool(places.stopped)
-        assert_whole(model, params, before, places.stopped)
-        assert_steps_same(plain, model, batch())
-    assert stopped > 10
 
 
 def test_what_two_interrupts_have_left_is_put_back() -> None:

@@ -190,7 +190,8 @@ class Both(RuleBasedStateMachine):
         places = Places(at)
         with contextlib.suppress(KeyboardInterrupt, RuntimeError), traced(places):
             getattr(self.ours, act)(*args)
-        hypothesis.note(f"interrupted at {places.stopped}")
+        if hypothesis.currently_in_test_context():
+            hypothesis.note(f"interrupted at {places.stopped}")
         assert not inside.has_proxies(self.ours.model), places.stopped
         if not places.stopped:
             with contextlib.suppress(RuntimeError):
@@ -494,8 +495,9 @@ class Training(Both):
             self.interrupted(act, at, *args[act])
 
     def do_each(self) -> None:
-        """What is drawn too seldom: each other name of memory, each gradient that is set, one that
-        is added to some parameters alone, and what no step goes on from."""
+        """What is drawn too seldom: each other name of memory, each gradient and state that is
+        set, a gradient that is added to some parameters alone, what no step goes on from, and
+        Ctrl-C while parameters are taken over."""
         for kind in ("adamw", "sgd", "rmsprop", "adam, amsgrad"):
             self.begin(kind, True, 0)
             for k, name in enumerate(loops.ALIASES):
@@ -518,6 +520,9 @@ class Training(Both):
             for bad, (kinds, *_) in (loops.BAD | loops.BAD_FOR_TORCH).items():
                 if type(self.ours.optimizers[0]) in kinds:
                     self.bad_step(2, 0, bad)
+        for at in range(1, 3000, 300) if self.anew else ():  # while parameters are taken over
+            self.both("swap_data")
+            self.interrupt("forward", at)
         self.teardown()
 
 
