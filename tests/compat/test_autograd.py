@@ -213,11 +213,6 @@ def test_whose_memory_it_is() -> None:
     assert compat.base_of(tensor) is compat.base_of(tensor.detach()) is None
     del tensor
     assert not compat.is_alone(part), "it fills a part of its storage"
-    whole = torch.arange(12.0)
-    turned = whole[2:8].view(2, 3).t()
-    storage = compat.own_storage(turned)
-    assert (storage.data_ptr(), storage.nbytes()) == (turned.data_ptr(), 24)
-    assert compat.own_storage(torch.empty(0, 3)).nbytes() == 0
 
 
 class Listening(Tensor):

@@ -112,13 +112,6 @@ def test_hooks_on_saved_tensors_see_nothing_of_a_capture() -> None:
     assert_alike(models, lambda m: checkpoint(m, X, Y, use_reentrant=False).backward())
 
 
-def test_autocast_in_another_dtype_has_code_of_its_own() -> None:
-    models = twins(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            assert_alike(models, trained(X))
-
-
 Weights = dict[str, Tensor]
 
 

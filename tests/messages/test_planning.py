@@ -238,8 +238,6 @@ OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
     (on_cpu, {"lookahead": 3, "slots": 3}, OptionError,
      "got slots=3 with lookahead=3; a prefetch 3 stages ahead needs at least 4 slots; raise "
      "slots or lower lookahead"),
-    (on_cpu, {"device": 'meta'}, OptionError,
-     "got device='meta'; needed a 'cuda' device or 'cpu'"),
     (on_cpu, {"resident": 'some'}, OptionError,
      "got resident='some'; needed 'auto', 'all', bytes (an int), a string such as "
      '"20GiB", or a fraction of the total (0 < f <= 1)'),

@@ -117,9 +117,6 @@ ERRORS: dict[str, tuple[Callable[[DeviceMesh], object], type[MegacompileError], 
     "disk_weights": (lambda mesh: shared(mesh, disk=".", disk_weights=True), OptionError,
      "megacompile(): got disk_weights=True with mesh=...; shards of parameters cannot be on a "
      "disk; leave one of them out (disk= alone stores optimizer states)"),
-    "again": (lambda mesh: megacompile(shared(mesh), device="cpu"), OptionError,
-     "megacompile(): Sequential is megacompiled already, with other options; call it once, with "
-     "the options you want"),
     "no dimension": (lambda mesh: shared(mesh, scalar()), ModelError,
      f"megacompile(): parameter Linear.scale has no dimension, {DIVIDED}"),
     "meta": (lambda mesh: shared(mesh, nn.Linear(2, 2, device="meta")), ModelError,
