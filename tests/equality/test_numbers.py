@@ -20,7 +20,7 @@ from megacompile.ir import ops
 from megacompile.ir.stages import Code
 from megacompile.ir.tiles import pieces_of
 from tests import zoo
-from tests.equality.nets import Applies
+from tests.equality.nets import Applies, from_config
 from tests.zoo import assert_same
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
         lambda model, words: model(words, words.roll(-1, 1))[1],
     ),
     "hf qwen2": (lambda: zoo.hf_qwen2(**QWEN2, tie_word_embeddings=False), own_words),
-    "hf gpt2": (lambda: zoo.hf_gpt2(n_embd=32, n_layer=3), own_words),
+    "hf gpt2": (lambda: from_config("gpt2", n_embd=32, n_layer=3), own_words),
     "batch norm": (lambda: zoo.batchnorm()[0], of_floats),
     "graph break": (lambda: with_more(Breaks(), zoo.Block()), of_words),
     "tied": (lambda: language(tied=True), of_words),

@@ -329,13 +329,9 @@ def test_a_compiler_that_fails_refuses(tmp_path: Path) -> None:
             assert run.train(1) == {"torch"}
 
 
-def two_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
 def streamed_layers() -> nn.Module:
-    return megacompile(two_layers(), device="cpu", lowering="inductor", progress=False)
+    torch.manual_seed(0)
+    return streamed(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
 
 
 def trained(model: nn.Module) -> float:

@@ -309,13 +309,3 @@ def hf_qwen2(**config: Any) -> Any:
         "attn_implementation": "eager",  # "sdpa" takes another path while it is captured
     }
     return AutoModelForCausalLM.from_config(Qwen2Config(**{**tiny, **config})).train()
-
-
-def hf_gpt2(**config: Any) -> Any:
-    """A tiny GPT-2 of Hugging Face, in training; its dropout is on, its head is tied."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    torch.manual_seed(0)
-    tiny = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
-    settings = {**tiny, "use_cache": False, **config}
-    return AutoModelForCausalLM.from_config(GPT2Config(**settings)).train()
