@@ -1,4 +1,5 @@
-"""Other dtypes against loops by hand: masters, gradients, states, stochastic rounding, checkpoints.
+"""Other dtypes against loops by hand: masters, gradients, states, stochastic rounding, checkpoints;
+float16 with a GradScaler, for cards without bfloat16.
 And packed parameters, which train in the plain model's bits, and are what they were to who looks.
 
 That each is the same wherever its buckets, states and saved tensors are: test_table.py.
@@ -12,7 +13,7 @@ import io
 import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -370,3 +371,58 @@ def test_a_wrapper_moves_with_its_parts(is_held: bool) -> None:
     except ModelError:
         assert held is not None, "it need not move"
     assert model[0].weight is weight and weight.device.type == "cpu"
+
+
+class Ran(NamedTuple):
+    """What a loop leaves."""
+
+    losses: list[float]
+    scales: list[float]  # after each step; a smaller one than before: the step was skipped
+    params: list[Tensor]
+
+
+def train_scaled(model: nn.Module, device: str) -> Ran:
+    """Steps in float16 of two micro-batches each, whose lengths change; the first ones overflow."""
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**24, growth_interval=4)
+    losses, scales = [], []
+    for k in range(10):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(2 * k + micro)
+            x = torch.randn(2, 3 + (k + micro) % 4, zoo.WIDTH, generator=generator).to(device)
+            with torch.autocast(device, torch.float16):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss / 2).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return Ran(losses, scales, [p.detach().cpu().clone() for p in model.parameters()])
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"resident": 0}, {"resident": 0, "state_dtype": "int8"}],
+    ids=["planned", "streamed", "8-bit states"],
+)
+def test_the_plain_loop_with_a_grad_scaler(options: dict[str, Any], device: str) -> None:
+    torch.manual_seed(0)
+    plain = zoo.Stack(layers=4)
+    model = megacompile(copy.deepcopy(plain), device=device, **options)
+    wanted, found = train_scaled(plain.to(device), device), train_scaled(model, device)
+    assert found.scales == wanted.scales
+    skipped = [b < a for a, b in zip([2.0**24, *wanted.scales], wanted.scales, strict=False)]
+    assert any(skipped) and not all(skipped)
+    assert all(torch.isfinite(p).all() for p in found.params)
+    exact = device == "cpu" and "state_dtype" not in options
+    rtol, atol = (0.0, 0.0) if exact else (0.05, 0.02)
+    losses = torch.tensor(found.losses), torch.tensor(wanted.losses)
+    for mine, theirs in (losses, *zip(found.params, wanted.params, strict=True)):
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
