@@ -19,9 +19,9 @@ from torch import nn
 
 from benchmarks.models import qwen2, tokens
 from benchmarks.report import publish
-from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import Update
 from megacompile.runtime.optim.rules import ADAM
+from megacompile.runtime.updates.bucket_update import update_bucket
 
 Work = Callable[[], Any]
 HIGH, LOW = -1, 0  # priorities of CUDA streams

@@ -18,13 +18,13 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim.bucket_update import KERNELS
 from megacompile.runtime.optim.rule import OptimizerRule, Table, Update, describe, tables_of
 from megacompile.runtime.optim.rules import rule_of
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained, unsupported_reason
 from megacompile.runtime.step.hooks import PreparedStep
+from megacompile.runtime.updates.bucket_update import KERNELS
 from megacompile.runtime.updates.refusals import check_options
 from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
-from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import map_state
 from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -30,6 +29,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible_on_disk,
 )
 from megacompile.runtime.params.pending import InFlight, Left
+from megacompile.runtime.updates.bucket_update import update_bucket
 from megacompile.runtime.updates.on_device import Sources, UpdateBuffers, write_back
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging

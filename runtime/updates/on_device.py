@@ -23,11 +23,11 @@ from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background, Completion
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_state
 from megacompile.runtime.params.guards import any_shared
 from megacompile.runtime.params.host_bucket import HostBucket, StateMemory
 from megacompile.runtime.params.pending import InFlight
+from megacompile.runtime.updates.bucket_update import update_bucket
 from megacompile.runtime.updates.update import (
     ParamUpdate,
     Timed,

@@ -22,11 +22,11 @@ from megacompile.cost.optimizer import LEAST_HELPED
 from megacompile.errors import OptimizerError
 from megacompile.ir import ops
 from megacompile.runtime.device.background import fulfil
-from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_state
 from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.updates.bucket_update import update_bucket
 from megacompile.runtime.updates.compiled import compiled
 
 

@@ -23,9 +23,9 @@ from megacompile import log
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.runtime.device.background import Background, at_fork
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
-from megacompile.runtime.optim.bucket_update import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.params.pending import InFlight
+from megacompile.runtime.updates.bucket_update import update_bucket
 from megacompile.runtime.updates.staging import BucketLease
 from megacompile.runtime.updates.update import (
     BucketUpdate,

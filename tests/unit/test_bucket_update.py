@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim.bucket_update import KernelCompiler, small_update
 from megacompile.runtime.optim.rule import Launch, OptimizerRule, Update, launches
 from megacompile.runtime.optim.rules import RULES
+from megacompile.runtime.updates.bucket_update import KernelCompiler, small_update
+from tests.processes import in_child, python
 
 ADAM = RULES[0]
 CPU = torch.device("cpu")
@@ -87,6 +88,33 @@ def test_a_kernel_that_does_not_compile_is_launched_for_its_error(held: Held) ->
     assert not compiler.ready(ADAM, made(16), CPU)
     held.goes_on.set()
     until_ready(compiler, made(16))
+
+
+def test_a_fork_waits_for_the_compiler(held: Held) -> None:
+    """A child of a fork would keep the locks of the thread that compiles."""
+    compiler = KernelCompiler(held)
+    assert not compiler.ready(ADAM, made(16), CPU)
+    threading.Timer(0.05, held.goes_on.set).start()
+    assert in_child(held.goes_on.is_set)
+
+
+LATE = """
+import threading
+from tests.unit.test_bucket_update import ADAM, CPU, KernelCompiler, made
+
+def late():
+    threading.main_thread().join()
+    compiler = KernelCompiler(lambda *given: print("compiled", flush=True))
+    while not compiler.ready(ADAM, made(16), CPU):
+        pass
+
+threading.Thread(target=late).start()
+"""
+
+
+def test_updates_after_the_main_thread_has_ended() -> None:
+    done = python("-c", LATE)
+    assert (done.stdout.split(), done.stderr) == (["compiled"], "")
 
 
 @pytest.mark.parametrize("numel", (256, 257))

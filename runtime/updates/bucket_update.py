@@ -9,12 +9,14 @@ parameter. Triton is imported for the first kernel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TypeAlias
 
 import torch
 
+from megacompile.runtime.device.background import Background, fulfil, is_over
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.rule import (
     PROGRAM_NUMEL,
@@ -59,8 +61,11 @@ class KernelCompiler:
 
     def __init__(self, compile: Compile) -> None:
         self._compile = compile
-        self._thread = ThreadPoolExecutor(1, "megacompile-kernels")
         self._begun: dict[tuple[object, ...], Future[None]] = {}
+
+    @functools.cached_property
+    def _thread(self) -> Background:
+        return Background("megacompile-kernels")
 
     def ready(self, rule: OptimizerRule, each: Sequence[Launch], device: torch.device) -> bool:
         """True if the update should be launched, False if it should run in torch. A large one waits
@@ -72,7 +77,10 @@ class KernelCompiler:
             return True
         for key, launch in zip(keys, each, strict=True):
             if key not in self._begun:
-                self._begun[key] = self._thread.submit(self._compile, rule, launch, device)
+                future: Future[None] = Future()
+                work = functools.partial(self._compile, rule, launch, device)
+                self._thread.submit(functools.partial(fulfil, future, work))
+                self._begun[key] = future  # last: without a job, it would never be done
         return all(self._begun[key].done() for key in keys)
 
 
@@ -82,6 +90,8 @@ def _chunks(launch: Launch) -> int:
 
 
 def _compile(rule: OptimizerRule, like: Launch, device: torch.device) -> None:
+    if is_over():  # the launch itself compiles, if there is one
+        return
     from megacompile.runtime.optim.kernels import run
 
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
