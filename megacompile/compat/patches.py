@@ -8,6 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 
+class _Partial(functools.partial[Any]):
+    """A function of a module, pickled by its name, as Python's functions are."""
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # type: ignore[attr-defined,no-any-return]
+
+
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Makes `owner.name(...)` call `function(stock, ...)` from now on, with the function that it
     replaces. Later calls for the same `owner` and `name` change nothing."""
@@ -15,7 +22,7 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
     if hasattr(stock, "of_megacompile"):
         return
 
-    ours: Any = functools.partial(function, stock)
+    ours: Any = _Partial(function, stock)
     if not inspect.ismodule(owner):  # of a class: it must take `self`
 
         def ours(*args: Any, **kwargs: Any) -> Any:

@@ -281,7 +281,7 @@ class ModelBuckets:
             if pending.in_flight is not None and pending.in_flight.done():
                 pending.wait()
             if pending.left:
-                pending.check()  # code that restores it may read it, but not train with it
+                pending.check()
             if bucket.has_copy:
                 pending.refresh()
         buffers_to(self.model, self.options.device, modules)

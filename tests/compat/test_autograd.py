@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -37,6 +40,17 @@ def test_a_replaced_static_method_stays_one() -> None:
 
     patches.replace(Owner, "double", lambda stock, x: stock(x) + 1)
     assert (Owner.double(3), Owner().double(3)) == (7, 7)
+
+
+def test_a_replaced_function_is_pickled_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray and `torch.multiprocessing` send functions that refer to collectives."""
+    module: Any = ModuleType("with_double")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("def double(x): return 2 * x", vars(module))
+    patches.replace(module, "double", lambda stock, x: stock(x) + 1)
+    assert module.double(3) == 7
+    assert pickle.loads(pickle.dumps(module.double)) is copy.deepcopy(module.double)
+    assert copy.deepcopy(module.double) is module.double
 
 
 def test_saved_tensors_hooks_are_off_and_come_back() -> None:
