@@ -46,7 +46,10 @@ _ALL_COLUMNS = 95000  # that reach the full memory rate: 18944 reached 0.8 to 1.
 
 
 def name_of(node: fx.Node) -> str:
-    """Name of the overload packet, such as "mm", or else of the target."""
+    """Name of the overload packet, such as "mm", or else of the target; "" if the node calls
+    nothing: a backward's placeholder may be called like an operator."""
+    if node.op != "call_function":
+        return ""
     return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", node.target))
 
 

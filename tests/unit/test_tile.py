@@ -162,6 +162,17 @@ def test_what_looks_at_other_tokens_gets_them_all(name: str) -> None:
     assert whole == {True, False}, "the product in front of it is in tiles"
 
 
+def test_a_saved_tensor_that_is_called_like_an_operator() -> None:
+    """A backward names its inputs like the forward's values: the first view is `view`."""
+    module = traced(lambda x, y: (flat(x).t() @ y,), X, (20, W))
+    saved = module.graph.find_nodes(op="placeholder")[1]
+    for name in ("view", "mm", "ones", "x"):
+        saved.name = saved.target = name
+        module.recompile()
+        (piece,) = in_pieces(module, Tokens(X, 1), 5, (X, (20, W)), weights=0)
+        assert piece.results == ((Result.PRODUCT, None),), name
+
+
 def _scores(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
     return (torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v),)
 
