@@ -122,7 +122,7 @@ def end_with_the_pipe(read: Callable[[Any], object] = lambda message: None) -> N
         try:
             while True:
                 read(pickle.load(pipe))
-        except (EOFError, pickle.UnpicklingError):  # closed, maybe in the middle of a pickle
+        finally:  # it is closed, maybe in the middle of a pickle, or one cannot be read here
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=until_it_closes, daemon=True).start()

@@ -248,6 +248,22 @@ def test_a_process_ends_as_any_other_while_it_listens() -> None:
         assert process.wait(60) == 0
 
 
+def test_a_process_ends_when_it_cannot_read_what_it_gets() -> None:
+    """Whoever waits for its answer would wait in vain."""
+    script = (
+        "import time\n"
+        "from megacompile.beside.process import end_with_the_pipe\n"
+        "end_with_the_pipe()\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"c__main__\nOfTheUser\n.")  # a class that is not there
+        process.stdin.flush()
+        assert process.wait(50) == -signal.SIGKILL
+
+
 FOREVER = "exec sleep 1000"
 DTYPE = torch.float16  # of its own, as what there is already is not asked for again
 
