@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -20,13 +20,17 @@ from torch.optim import Optimizer
 
 from megacompile.runtime.optim.rule import OptimizerRule, Table, Update, describe, tables_of
 from megacompile.runtime.optim.rules import rule_of
-from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import Trained, unsupported_reason
 from megacompile.runtime.step.hooks import PreparedStep
 from megacompile.runtime.updates.bucket_update import KERNELS
 from megacompile.runtime.updates.refusals import check_options
-from megacompile.runtime.updates.update import BucketUpdate, UpdateBackend, UpdatePlace
+from megacompile.runtime.updates.update import (
+    BucketUpdate,
+    UpdateBackend,
+    UpdatePlace,
+    update_in_torch,
+)
 
 _ADDRESS, _STRIDE = torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _LAYOUT, _SHAPE = attrgetter("dtype"), attrgetter("layout"), attrgetter("shape")
@@ -153,20 +157,29 @@ class Alike:
 
                 run(self.rule, launches, device)
                 return
-        with torch.no_grad():
-            for part, key in zip(parts, keys, strict=True):
-                bucket, first = part.bucket, self.slices[key].first
-                states = bucket.states.of(optimizer)
-                for k, i in enumerate(part.indices, first):
-                    moments = [m.name if m.name in self.names[k] else "" for m in self.rule.moments]
-                    update = Update(
-                        param=bucket.values[i],
-                        grad=gradients[k].detach(),
-                        states=tuple([states[name][i] if name else None for name in moments]),
-                        hyper=hypers[k],
-                        copy=bucket.streamed[i] if bucket.has_copy else None,
-                    )
-                    apply(self.rule, update)
+        update_in_torch(self.rule, self._updates(optimizer, gradients, hypers, parts), parts)
+
+    def _updates(
+        self,
+        optimizer: Optimizer,
+        gradients: Sequence[torch.Tensor],
+        hypers: Sequence[tuple[float, ...]],
+        parts: Sequence[BucketUpdate],
+    ) -> Iterator[Update]:
+        """The updates of some buckets' parameters, for the twin."""
+        moments = [moment.name for moment in self.rule.moments]
+        for part in parts:
+            bucket, first = part.bucket, self.slices[part.bucket.layout.key].first
+            states = bucket.states.of(optimizer)
+            for k, i in enumerate(part.indices, first):
+                mine = [states[name][i] if name in self.names[k] else None for name in moments]
+                yield Update(
+                    param=bucket.values[i],
+                    grad=gradients[k].detach(),
+                    states=tuple(mine),
+                    hyper=hypers[k],
+                    copy=bucket.streamed[i] if bucket.has_copy else None,
+                )
 
     def _facts(
         self, params: Sequence[Any], gradients: Sequence[Any], states: Sequence[Mapping[str, Any]]

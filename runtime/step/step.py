@@ -306,13 +306,16 @@ class Updates:
 
 
 def _is_half_begun(step: PreparedStep, versions: Sequence[int]) -> bool:
-    """True if only some buckets' updates have started. The parameters' versions (given: before the
-    step) show this, except for a cancelled update."""
+    """True if only some buckets' updates have started, or an update in torch was broken off. The
+    parameters' versions (given: before the step) show this, except for a cancelled update."""
     begun = set()
     before = dict(zip(map(id, step.params), versions, strict=True))
     for part in step.parts:
         work = part.bucket.pending.in_flight
         off = work is not None and work.future is not None and work.future.cancelled()
         params = [part.bucket.params[i] for i in part.indices]
-        begun.add(not off and any(compat.version(p) != before[id(p)] for p in params))
+        changed = not off and any(compat.version(p) != before[id(p)] for p in params)
+        if part.in_torch and not changed:
+            return True
+        begun.add(changed)
     return len(begun) > 1

@@ -37,18 +37,26 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     """Update the parameters of one bucket in place: by a kernel on a CUDA device, once it is
     compiled, else by the twin. All tensors are on the gradients' device or in memory that it can
     address."""
-    if not updates:
-        return
-    device = updates[0].grad.device
-    if device.type == "cuda":
-        each = list(launches(rule, updates))
-        if KERNELS.ready(rule, each, device) or not _all_on(device, updates):
-            from megacompile.runtime.optim.kernels import run
+    if not launched(rule, updates):
+        for update in updates:
+            apply(rule, update)
 
-            run(rule, each, device)
-            return
-    for update in updates:
-        apply(rule, update)
+
+def launched(rule: OptimizerRule, updates: Sequence[Update]) -> bool:
+    """Launch the kernel for these updates; False, and nothing has changed, if the twin should
+    run."""
+    if not updates:
+        return True
+    device = updates[0].grad.device
+    if device.type != "cuda":
+        return False
+    each = list(launches(rule, updates))
+    if not KERNELS.ready(rule, each, device) and _all_on(device, updates):
+        return False
+    from megacompile.runtime.optim.kernels import run
+
+    run(rule, each, device)
+    return True
 
 
 def _all_on(device: torch.device, updates: Sequence[Update]) -> bool:

@@ -26,7 +26,7 @@ from megacompile.runtime.optim.rule import OptimizerRule, State, Update, map_sta
 from megacompile.runtime.optim.rules import known
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.params.host_bucket import HostBucket
-from megacompile.runtime.updates.bucket_update import update_bucket
+from megacompile.runtime.updates.bucket_update import launched
 from megacompile.runtime.updates.compiled import compiled
 
 
@@ -178,6 +178,7 @@ class BucketUpdate:
     indices: Sequence[int]  # of the parameters
     steps: list[ParamUpdate] = field(default_factory=list)  # of the parameters; none if `together`
     together: Callable[[Sequence[BucketUpdate]], None] | None = None  # updates several buckets
+    in_torch: bool = False  # True once torch updates a resident bucket, which Ctrl-C may break off
     runs: list[Update] = field(default_factory=list)
     """Flat updates, each of one or several parameters; set by `prepare`, until the update runs."""
     foreign: bool = False  # True if a gradient is not in the bucket; set by `prepare`
@@ -320,7 +321,20 @@ def update_residents(updates: Sequence[BucketUpdate]) -> None:
         updates[0].together(updates)
         return
     with torch.no_grad():
-        update_bucket(updates[0].rule, [u for each in updates for u in each.for_kernel()])
+        rule, each = updates[0].rule, [u for part in updates for u in part.for_kernel()]
+        if not launched(rule, each):
+            update_in_torch(rule, each, updates)
+
+
+def update_in_torch(
+    rule: OptimizerRule, updates: Iterable[Update], parts: Sequence[BucketUpdate]
+) -> None:
+    """Update the parameters of resident buckets by the twin."""
+    for part in parts:
+        part.in_torch = True
+    with torch.no_grad():
+        for update in updates:
+            apply(rule, update)
 
 
 def _has_code(update: Update) -> bool:

@@ -28,7 +28,7 @@ from tests.draws import drawn
 from tests.equality.nets import Applies
 from tests.interrupts import Places, profiled, traced
 from tests.processes import in_threads
-from tests.stateful.late import Late, late
+from tests.stateful.late import AtCall, Late, late
 from tests.training import BUCKET, NAME, adamw, data, gradients, net, train
 from tests.zoo import (
     WIDTH,
@@ -203,6 +203,33 @@ def test_a_step_that_breaks_off_behind_its_count() -> None:
             train(each, [optimizer], 2, start=2)
         assert_same(both.plain, model)
         both.load()
+
+
+def test_ctrl_c_in_an_update_of_residents() -> None:
+    """By torch: a parameter that it has not come to would be of the step before."""
+    options: dict[str, Any] = {"lowering": "eager", "state_dtype": torch.bfloat16}
+    _, model = twins(net(), resident="all", **options)
+    (optimizer,) = adamw(model)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for steps in (0, 2):  # the last one is like the one before it
+        for place, torn in (("update_residents", False), ("apply", True)):
+            train(model, [optimizer], steps)
+            optimizer.zero_grad()
+            gradients(model, 2)
+            before = copy.deepcopy(model.state_dict())
+            with (
+                pytest.raises(KeyboardInterrupt),
+                profiled(AtCall(place, 1 + 2 * torn, KeyboardInterrupt())),
+            ):
+                optimizer.step()
+            if torn:
+                for use in (model.state_dict, optimizer.state_dict, lambda: model(**data(2))):
+                    with pytest.raises(OptimizerError):
+                        use()
+            else:
+                assert not difference(before, model.state_dict())
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
 
 
 CALL = ("streamed", "proxies", "undo", "compat", "contextlib", "guards", "swap")
