@@ -18,6 +18,7 @@ the writing of its values.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import statistics
@@ -50,7 +51,7 @@ from benchmarks.peers.wheels import importable
 from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
-from megacompile.cost.rank_rates import use_cores
+from megacompile.cost.rank_rates import all_gather_object, use_cores
 from megacompile.runtime.updates.compiled import wait_until_compiled
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -199,7 +200,8 @@ def _deepspeed(
     model: nn.Module, case: str, args: argparse.Namespace, mesh: DeviceMesh | None
 ) -> tuple[Step, Callable[[], float | None]]:
     if mesh is not None:
-        use_cores(mesh)  # torchrun leaves it one, and its Adam is on the CPU; megacompile() does so
+        # torchrun leaves it one, and its Adam is on the CPU; megacompile() does so
+        use_cores(mesh, functools.partial(all_gather_object, mesh))
     system = deepspeed.setup(Loss(model).to("cpu"), "cuda")
 
     def step(ids: torch.Tensor, *, look: bool = True) -> float:

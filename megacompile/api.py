@@ -258,9 +258,9 @@ def _setting(model: nn.Module, options: Options, ranks: Ranks | None) -> Setting
         log.logger("memory").info(text, *names)
     if ranks is None:
         return Setting(options, host_bytes=host_bytes)
-    use_cores(ranks.mesh)
+    gather = ranks.all_gather_object
+    use_cores(ranks.mesh, gather)
     with line("", options.progress):  # shows what is measured
-        gather = ranks.all_gather_object
         disk = agree_disk(ranks.mesh, options.disk, gather, measured=cuda)
         agreed = agree(ranks.mesh, options.device, gather, disk) if cuda else None
     disk_bytes = None if disk is None else disk.share_bytes

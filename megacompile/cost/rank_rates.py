@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megacompile import compat
 from megacompile.cost.hardware import DISK_RATES, Hardware
 from megacompile.cost.rates import DiskRates, cached, load_disk, measure_together
-from megacompile.host_memory import usable_cores
 from megacompile.option_values import torchrun_count
 
 _BYTES = 256 * 2**20  # size of a gather: about a layer of a 7 B model
@@ -46,13 +45,24 @@ def host_of_rank() -> tuple[str, str]:
     return os.environ.get("GROUP_RANK", ""), platform.node()
 
 
-def use_cores(mesh: DeviceMesh) -> None:
+def use_cores(mesh: DeviceMesh, all_gather_object: AllGather) -> None:
     """Limit this rank's work on the host to its share of the cores: torchrun sets OMP_NUM_THREADS
-    to 1, which would slow down host updates by the number of cores."""
+    to 1, which would slow down host updates by the number of cores. This is a collective."""
+    share = share_of_cores(mesh, all_gather_object, frozenset(os.sched_getaffinity(0)))
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and torch.get_num_threads() == 1
-    share = usable_cores() // ranks_of_host(mesh)
     if by_torchrun and share > 1:
         torch.set_num_threads(share)
+
+
+def share_of_cores(mesh: DeviceMesh, all_gather_object: AllGather, cores: frozenset[int]) -> int:
+    """This rank's number of those cores that it may use: of the other ranks of its host, it shares
+    them with those that may use some of them too (`torchrun --numa-binding`). This is a
+    collective."""
+    host = host_of_rank()
+    here = [others for where, others in all_gather_object((host, cores)) if where == host]
+    sharing = sum(not cores.isdisjoint(others) for others in here)
+    # of those outside of the mesh, equally many share them
+    return len(cores) * len(here) // (ranks_of_host(mesh) * sharing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,26 @@ def test_ranks_measure_together_where_one_of_them_has_no_rates(
     assert alone.interconnect_gb_s == H200.interconnect_gb_s, "nobody to gather from"
 
 
+def test_ranks_share_the_cores_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of two nodes with two ranks each: on all cores, or each on those of a node."""
+    threads = Threads("aabb", monkeypatch)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def shares(*cores: range) -> Any:
+        def body(rank: int) -> Any:
+            mine = frozenset(cores[rank])
+            share = rank_rates.share_of_cores(threads.mesh, threads.all_gather_object, mine)
+            return threads.all_gather_object(share)
+
+        return threads.each(body)
+
+    every, near, far = range(16), range(8), range(8, 16)
+    assert shares(*[every] * 4) == [8] * 4
+    assert shares(near, far, near, near) == [8, 8, 4, 4]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # two of each host have another model
+    assert shares(near, far, every, every) == [4, 4, 4, 4]
+
+
 RATES = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
 DISK = dict(zip(RATES, (9.0, 6.0, 6.0, 3.0), strict=True))
 
