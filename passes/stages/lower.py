@@ -104,10 +104,10 @@ class CodeToCome:
         jobs = compile_pool.submit(functools.partial(_graphs, later), self.device)
         if not jobs.futures and not any(id(t.code) in self._uncompiled for t, _ in later):
             return list(wanted)
+        self._batches.append((jobs, later))  # first: Ctrl-C below loses no code
         for template, code in later:
-            template.code[code] = _lowered(template.graphs[code], uncompiled)
             self._uncompiled[id(template.code)] = template
-        self._batches.append((jobs, later))
+            template.code[code] = _lowered(template.graphs[code], uncompiled)
         text = "%d graphs compile in the background; training runs them uncompiled until then"
         log.logger("compile").info(text, len(later))
         return now
@@ -124,12 +124,13 @@ class CodeToCome:
             while wanted:
                 if time.monotonic() >= end_s:
                     return False
-                template, code = wanted.pop()
+                template, code = wanted[-1]
                 try:
                     self._loaded[template, code] = _compiled(template.graphs[code], jobs)
                 except Exception as error:  # from Inductor
                     log.logger("compile").warning("a stage stays uncompiled: %s", error)
                     self._failed.add(id(template.code))
+                wanted.pop()  # not before: Ctrl-C leaves it for the next call
         return True
 
     def use(self) -> None:

@@ -7,10 +7,12 @@ with Inductor as it is, and what one run has compiled another one finds.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -22,6 +24,7 @@ from torch.optim import AdamW
 from megacompile import explain, megacompile, schedules
 from tests import inside
 from tests.equality.nets import Applies
+from tests.interrupts import profiled
 from tests.processes import python
 from tests.sources import ROOT
 from tests.zoo import equal, uncompiled
@@ -209,6 +212,37 @@ def test_what_happens_to_code_meanwhile(
     check(model, 7)
     assert pool.compiled == second
     assert (codes(model) == before) == (happens != "memory runs out")
+
+
+def interrupts(name: str) -> Callable[[FrameType, str, Any], None]:
+    """Ctrl-C in the second call of a function."""
+    calls = itertools.count(1)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == name and next(calls) == 2:
+            raise KeyboardInterrupt
+
+    return profile
+
+
+@pytest.mark.parametrize("when", ["uncompiled", "_compiled"])
+def test_ctrl_c_while_code_is_asked_for_or_loaded(when: str, pool: Pool) -> None:
+    """The next call goes on with what was interrupted: no code stays as it is."""
+    model = streamed(net())
+    check(model, 4)
+    if when == "uncompiled":
+        with pytest.raises(KeyboardInterrupt), profiled(interrupts(when)):
+            check(model, 6)
+    check(model, 6)
+    before = codes(model)
+    pool.finish()
+    inside.wait_for_code(model)
+    if when == "_compiled":
+        with pytest.raises(KeyboardInterrupt), profiled(interrupts(when)):
+            check(model, 6)
+    settle(model, pool, 6)
+    for now, then in zip(codes(model), before, strict=True):
+        assert all(now[code] is not then[code] for code in then)
 
 
 needs_compiler = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs a C++ compiler")
