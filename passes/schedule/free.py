@@ -179,8 +179,7 @@ def _wait(graph: fx.Graph) -> None:
         op = ops.effects(node)
         for part in op.reads:
             # the compute stream is in order after the last write of a resident bucket
-            in_order = op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
-            if (bucket.key, part) in touched or in_order:
+            if (bucket.key, part) in touched or op.stream is Stream.COMPUTE:
                 continue
             token = tokens.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())

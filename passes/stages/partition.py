@@ -95,10 +95,6 @@ class _Builder:
             for key in self.values.mutates[node] & held.keys():
                 name = held[key].info.name
                 raise UnsupportedGraphError(f"parameter {name!r} is changed in place by {node}")
-        for node in self.returned:
-            if node in self.params:
-                name = self.params[node].info.name
-                raise UnsupportedGraphError(f"parameter {name!r} is an output")
 
     def part(self, index: int) -> _Part:
         segment = self.segments[index]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megacompile import megacompile, schedules
 from megacompile.errors import ModelError
 from tests import inside
-from tests.equality.nets import assert_alike, in_a_row, said, trained
+from tests.equality.nets import Applies, assert_alike, in_a_row, said, trained
 from tests.inside import buckets
 from tests.zoo import (
     WIDTH,
@@ -269,6 +269,25 @@ def test_data_that_the_forward_assigns(captured: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")
+def test_another_graph_takes_the_slots_that_a_forward_has_left() -> None:
+    def forward(m: Any, x: Tensor, turned: bool) -> Tensor:
+        for layer in list(m.layers)[:: -1 if turned else 1]:
+            x = layer(x)
+        return x.sum()
+
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    model = Applies(forward, layers=nn.ModuleList(layers))
+    plain, streamed = twins(model, lookahead=3, resident=0)
+    x = torch.randn(3, WIDTH)
+    for trains, turned in [(True, False), (False, True)] * 2:
+        with torch.set_grad_enabled(trains):
+            want, found = plain(x, turned), streamed(x, turned)
+        assert equal(want, found)
+        if trains:
+            found.backward()
+            streamed.zero_grad()
+
+
 def test_a_while_loop_has_the_plain_numbers() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         first = m.first(x)

@@ -228,6 +228,11 @@ def test_any_plan_of_any_chain_is_safe(stubs: dict[str, Any], rng: Random) -> No
     verify(planned(" ".join(f"{i}F" for i in stubs["reads"]), **stubs, **plan))
 
 
+def test_a_stage_that_changes_a_buffer_runs_once() -> None:
+    each = [planned("0F 1F 2F 3F 4F", rerun=True, changes={changing}) for changing in (1, 2)]
+    assert ["1RERUN" in schedule.code() for schedule in each] == [False, True]
+
+
 def test_the_same_line_gives_the_same_schedule() -> None:
     """The order of sets must not decide anything. A token is made once, and survives a copy."""
     given: dict[str, Any] = {"on_disk": frozenset({0, 8, 16}), "disk_weights": True, "offload": 3}
