@@ -277,6 +277,23 @@ def test_code_that_asks_for_sizes(name: str) -> None:
     assert len(inside.programs(models[1])) == programs
 
 
+def test_captures_of_others_are_left_alone() -> None:
+    """Ours replace torch's functions in calls of our models only."""
+    twins(nn.Linear(WIDTH, WIDTH))[1](torch.ones(2, WIDTH))
+    targets: list[str] = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        targets.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    compiled: Any = torch.compile(
+        lambda x: spaced(F.max_pool1d(x, 2)), backend=backend, dynamic=True
+    )
+    compiled(torch.ones(2, 4, 8))
+    assert any("linspace" in target for target in targets)
+    assert not any("megacompile" in target or "indices" in target for target in targets)
+
+
 def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size() -> None:
     torch.manual_seed(0)
     models = twins(linear(lambda x: nets.asks_in_backward(x)))
