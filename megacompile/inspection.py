@@ -11,13 +11,10 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import active_parameters
 from megacompile.cost.rates import cached
 from megacompile.errors import ModelError
-from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.log import UPDATES
-from megacompile.options import Lowering
 from megacompile.plan import scenario
 from megacompile.plan.explanation import Explanation
-from megacompile.plan.pipeline import Planned
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.device.replay import captured
 from megacompile.runtime.model.streamed import StreamedModel, streamed_model
@@ -139,7 +136,7 @@ def metrics(model: nn.Module) -> Metrics:
     tokens, samples = sum(step.tokens for step in steps), sum(step.samples for step in steps)
     tokens_s = tokens / total_s if total_s and tokens else None
     tflop_s = predicted_s = now = None
-    if made := [each for each in _newest(streamed)[1] if each.backward is not None]:
+    if made := [each for each in streamed.captures.newest()[1] if each.backward is not None]:
         now = _scenario_of(streamed, made, meter)
         if tokens_s is not None:
             calls = sum(step.calls for step in steps)
@@ -181,9 +178,9 @@ def _scenario_of(
     kept: Scenario | None = meter.scenario
     if kept is None or list(map(id, kept.schedules)) != list(map(id, made)):
         on_gpu = streamed.machine.device.type == "cuda"
-        setting = streamed.buckets.setting
-        rates = setting.rates() if on_gpu else cached(streamed.machine.device)
-        kept = meter.scenario = None if rates is None else _scenario(streamed, made, rates)
+        compiler = streamed.buckets.plans.compiler
+        rates = compiler.setting.rates() if on_gpu else cached(streamed.machine.device)
+        kept = meter.scenario = None if rates is None else Scenario.of(compiler, made, rates)
     return kept
 
 
@@ -236,7 +233,7 @@ def explain(
     """
     streamed = streamed_model(model, "explain")
     name = type(model).__name__
-    planned, made = _newest(streamed)
+    planned, made = streamed.captures.newest()
     if not made:
         why = "it has not been called yet; call model(...), or a module in it, on a batch first"
         if streamed.called:
@@ -244,7 +241,7 @@ def explain(
         raise ModelError(f"explain(): {name} has no schedule: {why}")
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     machine = hardware or compiler.setting.rates()
-    now = _scenario(streamed, made, machine)
+    now = Scenario.of(compiler, made, machine)
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
     plans = options.plans and any(schedule.backward is not None for schedule in made)
@@ -259,37 +256,5 @@ def explain(
     )
 
 
-def _scenario(streamed: StreamedModel, made: Sequence[Schedule], machine: Hardware) -> Scenario:
-    """A step of these schedules on a machine."""
-    compiler = streamed.buckets.plans.compiler
-    return Scenario(
-        tuple(made),
-        machine,
-        compiler.setting.cost(),
-        streamed.options.lowering is Lowering.INDUCTOR,
-        compiler.budget.limit_bytes or machine.device_bytes,
-        compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
-        compiler.budget.disk_bytes(),
-    )
-
-
 # The last trace of each model, as long as the user keeps it.
 _TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
-
-
-def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
-    """The newest schedule of each captured graph: that of a training step, if one ran."""
-    planned, schedules = [], []
-    for graph in streamed.captures.current():
-        ran = [
-            (program, variant, executor.schedule)
-            for program in graph.programs.values()
-            if program is not None
-            for variant, executor in program.executors.items()
-        ]
-        trained = [each for each in ran if each[2].backward is not None]
-        if ran:
-            program, variant, schedule = (trained or ran)[-1]
-            planned.append(Planned(program.stages, program.capture, variant))
-            schedules.append(schedule)
-    return planned, schedules

@@ -1,11 +1,12 @@
 """Progress bars and a status line on stderr, for work that takes seconds on a large model.
 
-Without a terminal (a log file, a notebook), one line is printed once, if a wait is long.
-MEGACOMPILE_LOG=time logs each duration.
+Without a terminal (a log file, a notebook), a line tells of each work that takes seconds, in the
+first of several ranks. MEGACOMPILE_LOG=time logs each duration.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -16,17 +17,19 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from megacompile import log, notices
+from megacompile import log
+from megacompile.text import duration
 
 _ERASE = "\r\x1b[K"  # erases to the end of the line
-_LONG_S = 5.0  # without a terminal, shorter waits are not printed
+_LONG_S = 1.5  # without a terminal, shorter waits are not printed
 
 
 @dataclass(slots=True)
 class _Line:
     """A status line of one thread."""
 
-    is_shown: bool
+    is_shown: bool  # on a terminal
+    is_printed: bool = False  # a line for each work, elsewhere
     what: str = ""  # the current work; "": nothing
     since_s: float = 0.0
     took_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -42,15 +45,21 @@ class _Line:
 _lines: list[_Line] = []  # the outermost first
 
 
-def _print_once(line: _Line) -> None:
-    """Print the current work; once in this process."""
-    if (what := line.what) and notices.is_new("a wait off a terminal"):
-        print(
-            f"megacompile: {what} ... (the first step may take minutes; shown once; "
-            f"{log.VARIABLE}=time logs the time of each part)",
-            file=sys.stderr,
-            flush=True,
-        )
+def tell(text: str) -> None:
+    """Print a line, in the first of several ranks. This thread's line then reappears."""
+    if os.environ.get("RANK", "0") == "0":
+        current = _line()
+        shown = current is not None and current.is_shown
+        print(f"{_ERASE * shown}megacompile: {text}", file=sys.stderr, flush=True)
+        if current is not None:
+            current.show()
+
+
+def _begin_to_print(line: _Line) -> None:
+    """Print the current work, which takes long, and from now on what each work took."""
+    line.is_printed = True
+    if what := line.what:
+        tell(f"{what} ...")
 
 
 @contextmanager
@@ -72,12 +81,13 @@ def bar(
 def line(what: str, show: bool | None) -> Iterator[None]:
     """Show a status line until the end of the block; an outer line then reappears. `now` and
     `phase` change its text; `what=""` is empty until then. `show=None`: on a terminal, and
-    elsewhere once if it takes long."""
-    on_terminal = sys.stderr.isatty()
-    mine = _Line(on_terminal if show is None else show)
-    timer = threading.Timer(_LONG_S, _print_once, (mine,))
+    elsewhere what takes long."""
+    on_terminal, outer = sys.stderr.isatty(), _line()
+    printed = outer is not None and outer.is_printed
+    mine = _Line(on_terminal if show is None else show, printed)
+    timer = threading.Timer(_LONG_S, _begin_to_print, (mine,))
     timer.daemon = True
-    if not on_terminal and show is None:
+    if not on_terminal and show is None and outer is None:
         timer.start()
     _lines.append(mine)
     try:
@@ -87,7 +97,6 @@ def line(what: str, show: bool | None) -> Iterator[None]:
         timer.cancel()
         now("")
         _lines.remove(mine)
-        outer = _line()
         for each, time_s in mine.took_s.items():
             if outer is None:
                 log.took(each, time_s)
@@ -105,7 +114,10 @@ def now(what: str) -> None:
         return
     now_s = time.perf_counter()
     if current.what:
-        current.took_s[current.what] += now_s - current.since_s
+        time_s = now_s - current.since_s
+        current.took_s[current.what] += time_s
+        if current.is_printed and time_s >= _LONG_S:
+            tell(f"{current.what} took {duration(time_s)}")
     current.what, current.since_s = what, now_s
     current.show()
 

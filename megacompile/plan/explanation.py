@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from megacompile.plan.findings import Findings
+from megacompile.plan.scenario import Scenario
 from megacompile.text import as_lines, duration, format_bytes, percent, short_count
 from megacompile.views.critical_path import NONE
 
@@ -33,6 +34,21 @@ class Explanation(Findings):
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def summary(now: Scenario, model: str, parameters: int, tokens: int) -> str:
+    """A planned step in one line. `tokens`: of a step; 0: unknown."""
+    waits = now.timeline().critical_s
+    lane = max(waits, key=waits.__getitem__)
+    rate = f", {tokens / now.step_s:,.0f} tokens/s" if tokens else ""
+    tiers = {"device": now.device.peak.total_bytes, "host": sum(now.host().values())}
+    tiers["disk"] = sum(now.disk().values())
+    memory = ", ".join(f"{format_bytes(n)} on the {tier}" for tier, n in tiers.items() if n)
+    return (
+        f"{model}, {short_count(parameters)} parameters: {duration(now.step_s)} a step predicted"
+        f"{rate}, {percent(waits[lane], now.step_s)} of it waits for {lane.value}; {memory}; "
+        "megacompile.explain(model) has more"
+    )
 
 
 def section_lines(sections: Sequence[Section]) -> list[str]:

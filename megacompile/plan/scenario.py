@@ -21,10 +21,11 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import device_kinds, disk_memory, host_memory
 from megacompile.cost.simulate import Prediction, Script, simulate_script
 from megacompile.errors import MegacompileError
+from megacompile.host_memory import total_bytes
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.options import Options
+from megacompile.options import Lowering, Options
 from megacompile.plan.compiler import PassCompiler, SettledPlans
 from megacompile.plan.pipeline import Planned
 
@@ -54,6 +55,19 @@ class Scenario:
     host_bytes: int | None = None
     disk_bytes: int | None = None
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, compiler: PassCompiler, made: Sequence[Schedule], hardware: Hardware) -> Scenario:
+        """A step of the schedules that a compiler made, on a machine."""
+        return cls(
+            tuple(made),
+            hardware,
+            compiler.setting.cost(),
+            compiler.setting.options.lowering is Lowering.INDUCTOR,
+            compiler.budget.limit_bytes or hardware.device_bytes,
+            compiler.setting.host_budget_bytes() or hardware.host_bytes or total_bytes(),
+            compiler.budget.disk_bytes(),
+        )
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
         """Simulate three steps; the period of the last is a training step."""

@@ -81,6 +81,7 @@ class Metrics:
 
 
 _NESTED = ("waits", "memory")
+_INTEGERS = (torch.int64, torch.int32)
 
 
 class StepCount(NamedTuple):
@@ -91,6 +92,13 @@ class StepCount(NamedTuple):
     samples: int
     calls: int  # with gradients
     others: int = 0  # calls without them
+
+
+def token_count(values: Iterable[Any]) -> int:
+    """The elements of the largest matrix of integers among the inputs of a call."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    ids = (each for each in tensors if each.ndim == 2 and each.dtype in _INTEGERS)
+    return max(map(torch.Tensor.numel, ids), default=0)
 
 
 class Meter:
@@ -127,14 +135,9 @@ class Meter:
         if not torch.is_grad_enabled():
             self._others += 1
             return
-        shapes, tokens = [], 0
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.ndim:
-                shapes.append(value.shape)
-                if value.ndim == 2 and value.dtype in (torch.int64, torch.int32):
-                    tokens = max(tokens, value.numel())
+        given = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
         was = self._calls.get(id(module), StepCount(0.0, 0, 0, 0))
-        samples = int(shapes[0][0]) if shapes else 0
+        samples, tokens = len(given[0]) if given else 0, token_count(given)
         self._calls[id(module)] = StepCount(
             0.0, was.tokens + tokens, was.samples + samples, was.calls + 1
         )

@@ -31,6 +31,7 @@ from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.schedule import Schedule
+from megacompile.plan.pipeline import Planned
 from megacompile.progress import line
 from megacompile.runtime.model.captured import Backoff, CapturedGraph
 from megacompile.runtime.model.model_buckets import ModelBuckets
@@ -93,6 +94,23 @@ class Captures:
             for program in graph.programs.values()
             if program is not None and program.executors
         ]
+
+    def newest(self) -> tuple[list[Planned], list[Schedule]]:
+        """The newest schedule of each captured graph: that of a training step, if one ran."""
+        planned, schedules = [], []
+        for graph in self.current():
+            ran = [
+                (program, variant, executor.schedule)
+                for program in graph.programs.values()
+                if program is not None
+                for variant, executor in program.executors.items()
+            ]
+            trained = [each for each in ran if each[2].backward is not None]
+            if ran:
+                program, variant, schedule = (trained or ran)[-1]
+                planned.append(Planned(program.stages, program.capture, variant))
+                schedules.append(schedule)
+        return planned, schedules
 
     def call(self, run: Run, compiled: Compiled, modules: Sequence[nn.Module]) -> Any:
         """Run a call. Raises DeviceMemoryError if nothing fits, or if it cannot restart."""

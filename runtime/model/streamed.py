@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from megacompile import compat, notices
+from megacompile import compat, notices, progress
+from megacompile.cost.rates import cached
 from megacompile.errors import ModelError
+from megacompile.plan.explanation import summary
+from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import WeakIdSet
@@ -36,6 +39,7 @@ from megacompile.runtime.params.swap import StandIns, Undos, undone
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
+from megacompile.views.metrics import token_count
 
 
 class StreamedModel:
@@ -75,6 +79,7 @@ class StreamedModel:
         self.parts = methods.ModuleCalls(model, self)
         bind_operators()
         self.called = False
+        self._tokens = 0  # of the last call before the first step
         LIVE.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,6 +116,8 @@ class StreamedModel:
         leaves = compat.leaves((args, kwargs))
         if (meter := self.machine.meter) is not None:
             meter.call(module, leaves)
+        if not self.machine.steps:
+            self._tokens = token_count(leaves)
         for value in leaves:
             if isinstance(value, torch.Tensor) and (
                 value.device != device or (computes_in and value.dtype == torch.float32)
@@ -210,8 +217,23 @@ class StreamedModel:
             self.released.check()
         self.buckets.before_step()
         self.captures.warn_of_views()
+        if self.machine.steps == 1:
+            self._tell_plan()
         if (meter := self.machine.meter) is not None:
             meter.step()
+
+    def _tell_plan(self) -> None:
+        """Show the plan of a training step in one line, if the machine's rates are known."""
+        made = [each for each in self.captures.newest()[1] if each.backward is not None]
+        if self.options.progress is False or not made:
+            return
+        device, compiler = self.options.device, self.buckets.plans.compiler
+        rates = compiler.setting.rates() if device.type == "cuda" else cached(device)
+        if rates is None:
+            return
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        now = Scenario.of(compiler, made, rates)
+        progress.tell(summary(now, type(self.model).__name__, count, self._tokens))
 
     def _adopt(self, modules: Sequence[nn.Module], of_call: Undos, undos: Undos) -> StandIns | None:
         """Adopt changes; returns the tensors of a functional call."""

@@ -76,6 +76,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield path
 
 
+def test_the_first_step_tells_its_plan(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, in the first rank, where the machine has been measured."""
+    monkeypatch.setenv("RANK", "0")
+
+    def told(**options: Any) -> str:
+        model = megacompile(torch.nn.Embedding(8, 4), device="cpu", lowering="eager", **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+            optimizer.step()
+        return capsys.readouterr().err
+
+    line = told()
+    assert line.startswith("megacompile: Embedding, 32 parameters: ") and line.count("\n") == 1
+    assert " tokens/s, " in line and " on the host" in line
+    assert told(progress=False) == ""
+    monkeypatch.setenv("RANK", "1")
+    assert told() == ""
+    cache.unlink()
+    monkeypatch.setenv("RANK", "0")
+    assert told() == ""
+
+
 WRONG = ["{", '{"name": "old"}', '{"unknown": 1}', "[1]"]
 FIGURES = [0, -1.0, math.nan, math.inf, "fast", None, True, [1.0]]
 

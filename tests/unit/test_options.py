@@ -12,6 +12,7 @@ import io
 import logging
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,16 @@ import torch
 from torch import nn
 
 import megacompile as module
-from megacompile import Activations, Head, Lowering, Options, megacompile, notices, schedules
+from megacompile import (
+    Activations,
+    Head,
+    Lowering,
+    Options,
+    megacompile,
+    notices,
+    progress,
+    schedules,
+)
 from megacompile.errors import OptionError
 from tests.sources import ROOT
 from tests.training import adamw, data, net
@@ -310,8 +320,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def terminal() -> Iterator[Callable[[], list[str]]]:
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
     """What the line has said since it was asked last, "" where it was gone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without rates, so without predictions
     made, before = Terminal(), sys.stderr
 
     def shown() -> list[str]:
@@ -373,7 +384,20 @@ def test_a_later_capture_says_what_it_waits_for(terminal: Callable[[], list[str]
     assert terminal() == []
     sys.stderr = io.StringIO()
     model(**{name: torch.cat([value] * 3) for name, value in data(0).items()})
-    assert sys.stderr.getvalue() == "", "off a terminal"
+    assert "\r" not in sys.stderr.getvalue(), "off a terminal"
+
+
+def test_off_a_terminal_long_work_has_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first rank alone, and with its time when it is over."""
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with progress.line("this", None):
+            time.sleep(1.7)
+            progress.now("that")
+    begins, ends = capsys.readouterr().err.splitlines()
+    assert begins == "megacompile: this ..." and ends.startswith("megacompile: this took ")
 
 
 def test_it_is_gone_when_the_step_fails(terminal: Callable[[], list[str]]) -> None:
