@@ -220,14 +220,15 @@ def _check_finite(
 def _conformed(
     template: Template, primals: Sequence[Any], gradients: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The user's gradients in the strides and dtypes that the backward was traced with."""
+    """The user's gradients, whose dtypes autograd has checked, in the strides that the backward was
+    traced with."""
     strides = None  # None: those of the metas
     if template.tangent_strides is not None:
         strides = template.tangent_strides(*(primals[i] for i in template.numbers))
     found = []
     for k, (gradient, meta) in enumerate(zip(gradients, template.tangent_metas, strict=False)):
         stride = meta.stride if strides is None else strides[k]
-        if gradient.stride() == stride and gradient.dtype == meta.dtype:
+        if gradient.stride() == stride:
             found.append(gradient)
             continue
         made = torch.empty_strided(gradient.shape, stride, dtype=meta.dtype, device=meta.device)
