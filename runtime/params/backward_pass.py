@@ -2,8 +2,8 @@
 the work at its end.
 
 Autograd adopts a bucket's gradient as `p.grad` without a copy, adds to an existing one, and runs
-hooks. The end of `backward()` waits for copies to the host, gives each `p.grad` its precomputed
-norm, and copies sums that autograd allocated elsewhere into the bucket.
+hooks. The end of `backward()` waits for copies to the host and gives each `p.grad` its precomputed
+norm. Sums that autograd allocated elsewhere are copied into the bucket.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GradRoute(enum.Enum):
     # the device adds to the bucket's gradient and writes the total there. `p.grad` is set to None,
     # and autograd receives the total
     ACCUMULATE = enum.auto()
-    # the same, if the gradient so far is from an earlier graph in the same backward: autograd has
-    # its memory already and receives nothing more
+    # the same, if an earlier graph of this backward returned the gradient so far: autograd has that
+    # memory already and receives nothing more
     ACCUMULATE_SAME_PASS = enum.auto()
     SEPARATE = enum.auto()  # into separate memory, for autograd to add or return
     DISCARD = enum.auto()  # autograd does not need it
@@ -137,7 +137,7 @@ class Norms:
         self.keep(buffer, None if queue is None else queue.record_event())
 
     def keep(self, norms: torch.Tensor, made: torch.cuda.Event | None) -> None:
-        """Leave norms, as for `fill`, on the device until requested; `made` is recorded after."""
+        """Keep norms on the device, shaped as for `fill`; the event `made` follows them."""
         self._buffer, self._copied = norms, made
 
     def rows(self) -> list[list[float]]:
@@ -151,7 +151,7 @@ class Norms:
         return self._values
 
 
-Rows = Callable[[Norms], list[list[float]]]  # of one rank, or over all
+Rows = Callable[[Norms], list[list[float]]]  # of one rank, or over all ranks
 
 
 def over_ranks(ranks: Ranks, expected: Iterable[Norms]) -> Rows:
@@ -165,7 +165,7 @@ def over_ranks(ranks: Ranks, expected: Iterable[Norms]) -> Rows:
         if not found:
             mine = [each.rows() for each in norms]
             flat = [value for rows in mine for row in (rows[0], rows[-1]) for value in row]
-            columns = list(zip(*ranks.gathered(flat), strict=True))  # each: of all ranks
+            columns = list(zip(*ranks.gathered(flat), strict=True))  # each: a value per rank
             first = 0
             for each in norms:
                 middle = first + len(each.indices)
@@ -233,7 +233,7 @@ class BackwardPass:
         lazy = self._lazy(in_place) if self.norms else set[int]()
         if taken or not updated:
             self.await_copies(self.copies.keys() - lazy)
-        # guards hold norms, not gradients, whose memory the next gradients reuse
+        # guards hold norms, not gradients: the next gradients reuse that memory
         rows: Rows = Norms.rows
         if self.ranks is not None:
             rows = over_ranks(self.ranks, norms)
@@ -264,8 +264,8 @@ class BackwardPass:
                 leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
     def _in_place(self, taken: Sequence[ParamId]) -> set[ParamId]:
-        """The gradients among these that are in place in the buckets: usually all, so checks all of
-        them at once first."""
+        """Those of the gradients that are in place in the buckets. Usually all are, so one check of
+        all comes first."""
         buckets, address = self.buckets, torch.Tensor.data_ptr
         theirs, ours = list[Any](), list[Any]()
         for key, i in taken:
@@ -285,7 +285,7 @@ class BackwardPass:
         bucket, record = self.buckets[key], self.records[place]
         param, before = bucket.params[i], record.before
         gradient, memory = param.grad, bucket.grads.get(i)
-        if gradient is None or memory is None:  # a hook took it, or the parameter was frozen since
+        if gradient is None or memory is None:  # a hook removed it, or the parameter is now frozen
             return
         mine = compat.local(gradient)
         if is_in_bucket(bucket, i):
@@ -319,7 +319,7 @@ class BackwardPass:
         }
 
     def _serve(self, key: int, i: int, norms: Callable[[], Sequence[float]], *, lazy: bool) -> None:
-        """Guard a gradient whose norms were computed on the device; it returns these norms."""
+        """Guard a gradient with norms from the device; the guard returns these norms."""
         bucket = self.buckets[key]
         gradient = bucket.params[i].grad
         mine = None if gradient is None else compat.local(gradient)

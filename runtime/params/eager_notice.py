@@ -33,7 +33,7 @@ class EagerNotice:
         self._params: set[int] = set()  # ids of the parameters to report
         self._said: set[str] = set()  # reported causes
         self._uncaptured = compat.uncaptured()  # graph breaks until the last call ended
-        self._asked = False  # True in a call that is not captured on purpose
+        self._asked = False  # True in a call that is deliberately not captured
         self._recorded = False  # True if that call computes gradients
 
     @contextmanager
@@ -49,8 +49,8 @@ class EagerNotice:
 
     @contextmanager
     def asked_for(self) -> Iterator[None]:
-        """Suppress warnings in a call that is not captured on purpose. Without gradients, uses are
-        not recorded either, because no backward follows."""
+        """Suppress warnings in a call that is deliberately not captured. Without gradients, uses
+        are not recorded either, because no backward follows."""
         before = self._asked, self._recorded
         self._asked, self._recorded = True, torch.is_grad_enabled()
         try:
@@ -97,7 +97,7 @@ class EagerNotice:
                 self._cause = untraced_text(at) if at.untraced else why
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
-        """Warn after a call of what it read in eager mode, once per cause. `because` replaces the
+        """After a call, warn of its reads in eager mode, once per cause. `because` replaces the
         cause that Dynamo recorded."""
         place, cause, used = self._place, because or self._cause, self._params
         self.forget()

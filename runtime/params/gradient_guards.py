@@ -1,7 +1,7 @@
 """Guards of gradients: a `p.grad` that returns a precomputed norm, records a factor, or raises.
 
 **Lazy** (on the host): an L2 norm over host gradients takes longer than the update, but is nearly
-free on the device, where each gradient has been. So `vector_norm` and `_foreach_norm` return the
+free on the device, where gradients are computed. So `vector_norm` and `_foreach_norm` return the
 norm computed there, and a multiplication only records its factor, which the optimizer applies:
 stock `clip_grad_norm_` needs nothing else. Any other use multiplies first.
 
@@ -135,8 +135,8 @@ def is_consumed(name: str) -> OptimizerError:
 
 
 def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The recorded norms of gradients. The others are computed only if updates consumed some of the
-    gradients, whose norms cannot be computed."""
+    """The recorded norms of gradients. If one has none, torch computes all of them; if an update
+    consumed some gradients, only the norms that are not recorded are computed."""
     tensors = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     states = set(map(state_of, tensors))
     guards = [(_known(tensor), tensor) for tensor in tensors]
@@ -169,7 +169,7 @@ def _multiply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if GuardState.TAKEN in states:
         if float(factor) != 1.0:
             return NotImplemented  # `open` raises: the update has consumed it
-    else:  # a number, for all lazy gradients or none
+    else:  # recorded for all of the gradients, or for none
         if states != {GuardState.LAZY}:
             return NotImplemented
         if not all(t.is_floating_point() and compat.version(t) == t.guard.version for t in tensors):

@@ -81,8 +81,8 @@ class GradientRun:
         """Prepare memory for gradients, before the schedule runs; True if the device must
         accumulate into existing ones."""
         places = tuple([(key, i) for key, params in wanted.items() for i in params])
-        # True if no gradient exists yet, and no other code contributes to one or reads one: the
-        # quick check for every parameter in every step. Other graphs may contribute later
+        # the quick check in every step: no gradient exists yet, and no other code contributes to
+        # one or reads one. Other graphs may contribute later
         self.all_first = (
             not (self.observed or len(self._gradients.passes) > 1)
             and _BY_GRAPHS.issuperset(self.unusual.values())
@@ -128,7 +128,7 @@ class GradientRun:
         ):
             record.joined = True
             memory = self._gradients.buckets[place[0]].grads.get(place[1])
-            is_free = memory is None or compat.storage_users(memory) == 1  # only by the bucket
+            is_free = memory is None or compat.storage_users(memory) == 1  # only the bucket uses it
             record.route = GradRoute.WRITE if is_free else GradRoute.SEPARATE
         elif (
             by_code

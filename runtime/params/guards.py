@@ -40,7 +40,7 @@ class GuardState(enum.Enum):
 
 
 class Guard:
-    """The guard of tensors; each references it until it is plain again."""
+    """Guards tensors; each tensor references its guard until it is plain again."""
 
     __slots__ = ("state",)
     state: GuardState
@@ -123,7 +123,7 @@ class _Guarded:
                     opened(tensor)
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's calls no guard
+    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's own calls no guard
         with unguarded():
             return copy.deepcopy(opened(self), memo)
 
@@ -225,7 +225,7 @@ def any_shared(tensors: Sequence[torch.Tensor]) -> bool:
     """True if the memory of one of these states or gradients has a user besides the bucket's tensor
     and the user's own (in `optimizer.state`, or `p.grad`)."""
     storages = map(torch.Tensor.untyped_storage, compat.locals_of(tensors))
-    return max(compat.storage_uses(storages), default=0) > 3  # the storage object is one more
+    return max(compat.storage_uses(storages), default=0) > 3  # with the storage object itself
 
 
 def _guarded_among(values: Any) -> Iterator[Any]:

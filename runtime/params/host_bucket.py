@@ -42,8 +42,8 @@ class HostBucket:
     def __init__(
         self,
         whole: Bucket,  # names, shapes, strides and dtypes of the streamed parameters
-        # the user's, which become views of this bucket's memory; of a packed parameter its
-        # component tensors, which are frozen
+        # the user's parameters, which become views of this bucket's memory; for a packed
+        # parameter, its frozen component tensors
         params: Sequence[torch.nn.Parameter],
         *,
         pin: bool,  # page-lock memory that is copied to and from the device
@@ -80,7 +80,7 @@ class HostBucket:
         self.flat = self._buffer.bytes(layout.size_bytes)
         self.streamed = [self._buffer.tensor(place) for place in layout.params]
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
-        self._grad_memory: torch.Tensor | None = None  # the one with the gradients
+        self._grad_memory: torch.Tensor | None = None  # its entry with the gradients
         # the parameters' memory: the streamed one, if it holds them
         self._masters, self.values = self._buffer, self.streamed
         self.has_copy = not same
@@ -202,7 +202,7 @@ class HostBucket:
         return [i for i, at in enumerate(addresses) if at != homes[i] or now[i] != strides[i]]
 
     def left_to_others(self) -> bool:
-        """True if memory that a parameter left is still referenced (a backup of `p.data`)."""
+        """True if a parameter's former memory is still referenced (by a backup of `p.data`)."""
         return any(
             self.values[i].data_ptr() == self.homes[i]
             and compat.storage_users(self.values[i]) > OWN_USERS - 1  # without the parameter
@@ -234,7 +234,7 @@ class HostBucket:
         return True
 
     def make_grads(self) -> None:
-        """Allocate memory for the gradients: at first, or if the user still holds the last ones."""
+        """Allocate the gradients' memory: once, and again if the user still holds the last ones."""
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
         new = functools.partial(self.new_buffer, pin=self.pin)
         self.grads, self._grad_memory, _ = self.like(self.grad_dtypes(), new)
@@ -314,8 +314,8 @@ class _Owned:
 
 
 class StateMemory:
-    """The states of one bucket. Owned by the bucket until its states move. References optimizers
-    weakly, so that their memory is freed with them, and the bucket, too."""
+    """The states of one bucket. Owned by the bucket until its states move. References the bucket
+    and the optimizers weakly; an optimizer's states are freed with it."""
 
     def __init__(self, home: HostBucket) -> None:
         self._reference = ref(home)

@@ -136,8 +136,7 @@ class ParameterLooks:
 
     @compat.within_callers
     def untyped_storage(self) -> Any:
-        """The storage of a tensor that shares it with no other; an empty one for torch's own
-        code."""
+        """A storage that no other tensor shares; an empty one for torch's own code."""
         if compat.is_called_by_user():
             return compat.own_storage(self.memory())
         return _TENSOR.untyped_storage(self)

@@ -84,7 +84,7 @@ def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
 def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
-    """Point `state` to views of the buffers; values (of a loaded checkpoint) are copied."""
+    """Point `state` to views of the buffers, and copy its values (a loaded checkpoint's) there."""
     buffers, param = bucket.states.of(optimizer), bucket.params[i]
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
@@ -121,8 +121,8 @@ def adopt(
             and not given.requires_grad
             and not given.is_inference()
         ):
-            # a loaded tensor object remains the state, because `load_state_dict(found)` keeps it in
-            # `found` too; its old memory is freed
+            # keep the loaded tensor object and free its old memory: after `load_state_dict(found)`,
+            # the user's `found` references it too
             given.data, shown = buffer, given
         state[name] = compat.like(param, shown)
 
@@ -138,8 +138,8 @@ def for_update(
     buffers: Mapping[str, Mapping[int, State]],  # the optimizer's, in the parameter's bucket
     i: int,
     state: dict[str, Any],
-    # that a rule uses; others may remain from earlier options. None: all that torch.optim's own
-    # step uses, including its counter
+    # the states that a rule uses; others may remain from earlier options. None: all that
+    # torch.optim's own step uses, including its counter
     names: Iterable[str] | None = None,
 ) -> dict[str, Any]:
     """A parameter's state for an update: the bucket's own, unguarded views."""
@@ -156,8 +156,8 @@ def for_update(
         else:
             found[name] = mine if buffer is None else buffer
     if names is None and isinstance(state.get("step"), torch.Tensor):
-        # float64: torch.optim computes with it as a tensor, not as a number, while any thread
-        # compiles (torch.compiler.is_compiling() is process-wide), and must round alike
+        # float64, to round like a number: while any thread compiles, torch.optim computes with it
+        # as a tensor (torch.compiler.is_compiling() is process-wide)
         found["step"] = state["step"].to(torch.float64, copy=True)
     return found
 
@@ -184,7 +184,7 @@ def visible_on_disk(bucket: HostBucket) -> list[torch.Tensor]:
 
 
 def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
-    """Move states that were loaded before a parameter moved to its device."""
+    """Move a parameter's loaded states to the device that it has moved to since."""
     if param not in optimizer.state:
         return
     state = optimizer.state[param]
@@ -200,7 +200,7 @@ def new_counter() -> torch.Tensor:
 
 
 def count_up(states: Iterable[dict[str, Any]], others: Iterable[torch.Tensor] = ()) -> None:
-    """Count a step in an optimizer's own counters: those in states, and others."""
+    """Add one to an optimizer's own step counters: those in `states`, and `others`."""
     counters = list(others)
     for state in states:
         count = state.get("step")
@@ -209,7 +209,7 @@ def count_up(states: Iterable[dict[str, Any]], others: Iterable[torch.Tensor] = 
         elif count is not None:
             state["step"] = count + 1
     if counters:
-        one = torch.ones((), dtype=counters[0].dtype)  # torch would make a number a tensor for each
+        one = torch.ones((), dtype=counters[0].dtype)  # a number would become a tensor for each
         compat.FOREACH_ADD(counters, one, alpha=1)
 
 

@@ -39,14 +39,14 @@ _NO_GRADIENT = frozenset((type(None),))
 
 
 class Accumulators:
-    """The AccumulateGrad nodes of some parameters, queried together because every step queries
-    each; `Gradients` keeps them until the buckets change."""
+    """The AccumulateGrad nodes of some parameters. Every step needs all of them, so they are
+    queried together; `Gradients` keeps them until the buckets change."""
 
     def __init__(self, params: Sequence[nn.Parameter], nodes: Sequence[Any] = ()) -> None:
         self.params = params
         self.ids = frozenset(map(id, params))
         self.nodes: list[Any] = list(nodes or map(compat.accumulator_of, params))
-        # before and after each node, in turns; the dicts are live
+        # before and after each node, alternating; the dicts are live
         self.hooks = [hooks for node in self.nodes for hooks in compat.hooks_of(node)]
 
     def hooked_before(self) -> bool:
@@ -60,7 +60,7 @@ class Accumulators:
             return hooked or any(map(compat.post_accumulate_hooks, self.params))
 
     def all_run(self) -> bool:
-        """True, inside a backward, if it accumulates into all of them, as far as each is known."""
+        """True if the running backward accumulates into all of these nodes."""
         return all(map(_TRAINED, self.params)) and compat.accumulates_into(self.nodes) is True
 
     def without_gradients(self) -> bool:
@@ -82,11 +82,11 @@ class Gradients:
         self.ranks = ranks
         self.buckets: dict[int, HostBucket] = {}
         self.places: dict[int, ParamId] = {}  # id(parameter) -> place
-        # the nodes of each graph's parameters, and of single ones: the same for a parameter, so
-        # that any graph finds a new one
+        # the nodes of each graph's parameters, and of single ones. Both share a parameter's node,
+        # so that any graph detects a new one
         self._ends: dict[tuple[ParamId, ...], Accumulators] = {}
         self._nodes: dict[ParamId, Any] = {}
-        # running backwards, by autograd's number; of several, any may accumulate first
+        # running backwards, by autograd's number; any of them may accumulate first
         self.passes: dict[int, BackwardPass] = {}
         self._followed = False  # True if a parameter got a new AccumulateGrad node
 

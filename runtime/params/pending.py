@@ -206,7 +206,7 @@ class Pending(Completion):
                 self.tear(str(error), {i: Left.of(self.params[i], owners) for i in self._updated})
                 raise
             finally:
-                if over or work.done():  # otherwise Ctrl-C: the work continues, and so do guards
+                if over or work.done():  # else Ctrl-C: work continues, guards stay
                     self._ended(work)
         if self.left:
             self.check()
@@ -244,8 +244,8 @@ class Pending(Completion):
         self._guard(left, [value for _, value in named if isinstance(value, torch.Tensor)])
 
     def check(self) -> None:
-        """Raise if an earlier update failed and its values were not loaded since. Does not wait.
-        Raises OptimizerError: it failed."""
+        """Raise OptimizerError if an earlier update failed and its values were not loaded since.
+        Does not wait."""
         if not all(left.restored() for left in self.left.values()):
             raise OptimizerError(
                 "parameters and optimizer states are half updated, so they cannot be used or "

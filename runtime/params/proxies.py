@@ -75,7 +75,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     __hash__ = ParameterLooks.__hash__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Copy it like a parameter on the device; the copy is there, and is not streamed."""
+        """Copy it like a parameter on the device; the copy stays there and is not streamed."""
         copy = self.detach().clone()
         made = copy if self.is_view else nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = made
@@ -102,7 +102,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
         """Record a use by eager code: its parameter, and the link for a backward; then wait until
         the data may be read."""
         link = link_of(self if self.base is None else self.base)
-        # another node, if eager code has written to the proxy
+        # no link, if eager code has written to the proxy
         is_link = torch.is_grad_enabled() and type(link) is _LINK
         self.source.used(self.param, link if is_link else None)
         self.source.settle()

@@ -25,8 +25,8 @@ def moved(
     kwargs: dict[str, Any],
     move: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `move` to the tensors of a call, to each once. A list or dict without moved tensors is
-    passed on as the same object: the forward may change it."""
+    """Apply `move` once to each tensor of a call. A list or dict without moved tensors stays the
+    same object, because the forward may change it."""
     found = {id(t): t for t in compat.leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     made = {key: move(tensor) for key, tensor in found.items()}
     others = {key: there for key, there in made.items() if there is not found[key]}
@@ -48,9 +48,9 @@ def _with(others: Mapping[int, torch.Tensor], value: Any) -> Any:
 def overlaps(
     args: Sequence[Any], changed: frozenset[int], homes: Collection[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of a captured graph's inputs, by position, that overlap one another or a streamed
-    parameter; only groups with an input in `changed`. `homes` are the addresses of parameters, each
-    with storage of its own."""
+    """Groups of a captured graph's inputs, by position, that share memory with one another or a
+    streamed parameter, if an input of the group is in `changed`. `homes` are the addresses of
+    parameters, each with its own storage."""
     tensors = [
         (i, arg)
         for i, arg in enumerate(args)

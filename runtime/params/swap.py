@@ -211,7 +211,7 @@ class Proxies:
             self._exchange_in_containers(lambda value: self._made.get(id(value), value))
 
     def _exchange_in_containers(self, other: Callable[[Any], Any]) -> None:
-        """Exchange them in lists, tuples and dicts of modules too, so that `self.tied[0] is
+        """Exchange parameters in modules' lists, tuples and dicts too, so that `self.tied[0] is
         self.weight` holds in a forward, and operations on a parameter from a list are streamed. A
         module may replace such a list during a call, as nn.LSTM does."""
         seen: Seen = {}
@@ -326,7 +326,7 @@ class StandIns:
 
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
-Seen = dict[int, tuple[Any, Any]]  # by id: a container, and itself or what replaces it
+Seen = dict[int, tuple[Any, Any]]  # id -> a container, and its replacement or itself
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
@@ -352,7 +352,7 @@ def _noted(members: list[Any], member: Any) -> Any:
 
 
 def _exchanged(value: Any, other: Callable[[Any], Any], seen: Seen) -> Any:
-    """Exchange a container's members in place; returns it, or another tuple for a changed one."""
+    """Exchange a container's members in place and return it; a changed tuple becomes a new one."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return other(value)
