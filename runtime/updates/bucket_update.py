@@ -1,9 +1,9 @@
 """The update of a bucket: by a kernel on a CUDA device, elsewhere by the twin, in torch.
 
-Kernels are compiled on a thread, and until one is ready, small updates run in torch there too.
+A thread compiles the kernels. Until one is ready, small updates on the device run the twin, too.
 
 The first launch of a process takes two seconds: Triton builds its driver and compiles the kernel.
-The twin has the same bits and needs no compiler, but some twenty launches for each chunk of a
+The twin is bitwise equal and needs no compiler, but takes about twenty launches per chunk of a
 parameter. Triton is imported for the first kernel.
 """
 
@@ -28,7 +28,7 @@ from megacompile.runtime.optim.rule import (
 )
 from megacompile.runtime.optim.twin import CHUNK, apply
 
-_MOST_CHUNKS = 1024  # for an update in torch: some 0.2 s on a slow host
+_MOST_CHUNKS = 1024  # for an update in torch: about 0.2 s on a slow host
 
 Compile: TypeAlias = Callable[[OptimizerRule, Launch, torch.device], None]
 
@@ -43,8 +43,8 @@ def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
 
 
 def launched(rule: OptimizerRule, updates: Sequence[Update]) -> bool:
-    """Launch the kernel for these updates; False, and nothing has changed, if the twin should
-    run."""
+    """Launch the kernel for these updates; returns False, with nothing changed, if the twin
+    should run."""
     if not updates:
         return True
     device = updates[0].grad.device
@@ -64,8 +64,8 @@ def _all_on(device: torch.device, updates: Sequence[Update]) -> bool:
 
 
 class KernelCompiler:
-    """Runs `compile` on a thread, once for each kernel: it returns when a launch like the given one
-    waits for nothing. Thread-safe."""
+    """Runs `compile` on a thread, once for each kernel. After it returns, a launch like the given
+    one waits for nothing. Thread-safe."""
 
     def __init__(self, compile: Compile) -> None:
         self._compile = compile
@@ -77,8 +77,8 @@ class KernelCompiler:
 
     def ready(self, rule: OptimizerRule, each: Sequence[Launch], device: torch.device) -> bool:
         """True if the update should be launched, False if it should run in torch. A large one waits
-        for the thread, or compiles what the thread has not begun. If compilation fails, the launch
-        raises the error."""
+        for the thread, and its launch compiles what the thread has not begun. If
+        compilation fails, the launch raises the error."""
         keys = [(rule, launch.signature, launch.columns, device) for launch in each]
         if sum(map(_chunks, each)) > _MOST_CHUNKS:
             wait([self._begun[key] for key in keys if key in self._begun])

@@ -38,7 +38,7 @@ from megacompile.runtime.optim.rule import OptimizerRule, Update
 from megacompile.runtime.optim.rules import RULES
 from megacompile.runtime.optim.twin import arguments, function_of
 
-_TYPICAL = 2**22  # elements; Inductor decides by the first size if it uses several threads
+_TYPICAL = 2**22  # elements; by the first size, Inductor picks one thread or several
 _REFUSED = 3  # exit status: the process started, but compilation failed
 _NOTE = 4  # version of the note's format
 
@@ -52,7 +52,7 @@ class Compiled:
     def __init__(self, rule: OptimizerRule, update: Update) -> None:
         self.rule = rule
         self.code: Code | None = None
-        self.done = False  # True once there is code, or it is refused
+        self.done = False  # True once the code is there or refused
         self._request: CompileRequest | None = None  # None: no process can be asked
         self._process: Process | None = None  # that compiles it
         folder = compat.code_cache()

@@ -3,7 +3,7 @@ tensors that a backward left there (`schedule.left`).
 
 These tensors are valid only while the host's copies are unchanged. Parameters and states are
 guarded (see `guards`), and the first access to one makes the step fall back to the host. So does a
-change in place that passes the guards, such as C++ code's, which `fits` detects.
+change in place that bypasses the guards, for example by C++ code: `fits` detects it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def make_buffers(
 
 
 def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters: bool) -> None:
-    """Copy states, and with `masters` the parameters, to the device; without
-    unknown states."""
+    """Copy the known states, and with `masters` the parameters, to the device."""
     known = {i: buffers[i] for i in sources.keys() & buffers.keys()}
     for i, buffer in known.items() if masters else ():
         buffer.value.copy_(flat(host.values[i]), non_blocking=True)
@@ -211,7 +210,7 @@ class UpdateOffer:
     def bring_back(
         self, updated: torch.cuda.Event | None, thread: Background, timed: Timed
     ) -> InFlight | None:
-        """Copy the new values to the host by a thread, after the event `updated`. Returns the work
+        """Copy the new values to the host in a thread, after the event `updated`. Returns the work
         in flight; None on the CPU, where the copies are already done."""
         host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)

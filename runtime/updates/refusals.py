@@ -2,7 +2,7 @@
 
 An error in the background or in a backward would leave half of the parameters updated. Possible
 causes are an option of a parameter group, a loaded or assigned state, and anything else that
-torch.optim's own step rejects, which a rehearsal on tensors of a few elements detects. Values that
+torch.optim's own step rejects; a rehearsal on tensors of a few elements finds the last. Values that
 torch.optim's step accepts, such as a negative lr, are accepted here too.
 """
 

@@ -37,8 +37,8 @@ Parts = Sequence[tuple[int, int]]  # bytes of a bucket: from, to
 
 
 class BucketLease(Lease):
-    """A lease with memory for several disk ranges of a bucket, one after another; `after` are the
-    last writes of these ranges. `read` fills it; an empty read leaves that to the device."""
+    """A lease of memory for several disk ranges of a bucket, one after another; `after` has their
+    last writes. `read` fills the memory; if it is empty, the device does."""
 
     read: Request
     write: Request | None = None  # the buffer is free after it
@@ -97,8 +97,8 @@ class BucketLease(Lease):
 
 class BucketBuffers(Lender):
     """A fixed number of buffers for leases of one kind, lent in order. Each fits the largest bucket
-    from the start: growing a buffer would need the memory of both, because the old one may still be
-    in use. `what` names the buffers' content in errors; `Lender` has the other arguments."""
+    from the start: to grow one would take memory for two, because the old one may still be in use.
+    `what` names the buffers' content in errors; the other arguments are those of `Lender`."""
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
         super().__init__(name, device, budget)

@@ -107,7 +107,7 @@ def update_of(
     gradient: torch.Tensor,
     lay: Callable[[torch.Tensor], torch.Tensor],
 ) -> Update:
-    """The update of a parameter in its bucket, by its rule; `lay` makes its tensors flat."""
+    """The update of a parameter in its bucket by its rule; `lay` flattens the tensors."""
     value = host.values[step.index]
     return Update(
         param=lay(value),
@@ -135,7 +135,7 @@ class UpdateBackend(enum.Enum):
     """The code of an update."""
 
     STOCK = "torch.optim", False  # its own step on the bucket's tensors; bitwise the plain loop
-    # the same on copies on the device, a parameter at a time, for matrix products such as Muon's
+    # the same on device copies, one parameter at a time, for matrix products such as Muon's
     STOCK_ON_DEVICE = "torch.optim on the device", False
     COMPILED = "compiled to C++", True  # the rule's twin (`optim.twin`), by Inductor, in one pass
     # the twin in eager mode: until COMPILED is ready (`compiled`), and without a C++ compiler if
@@ -156,14 +156,14 @@ class UpdatePlace(enum.Enum):
     # where the backward has left the kernel's inputs (`on_device`); falls back to the host
     DEVICE = "on the device", ops.update
     RESIDENT = "on the device, resident", ops.update_resident  # one launch for all such buckets
-    BACKWARD = "in the backward", None  # on the device, after that of its stage (`in_backward`)
+    BACKWARD = "in the backward", None  # on the device, after its stage's (`in_backward`)
 
     def __init__(self, label: str, op: Callable[..., Any] | None) -> None:
         self.label = label
         self.op = op  # of an update graph
 
 
-_NOTHING = frozenset((type(None),))  # the classes of the states of a parameter without any
+_NOTHING = frozenset((type(None),))  # the state classes of a parameter without states
 
 
 @dataclass(eq=False, slots=True)
@@ -178,7 +178,7 @@ class BucketUpdate:
     indices: Sequence[int]  # of the parameters
     steps: list[ParamUpdate] = field(default_factory=list)  # of the parameters; none if `together`
     together: Callable[[Sequence[BucketUpdate]], None] | None = None  # updates several buckets
-    in_torch: bool = False  # True once torch updates a resident bucket, which Ctrl-C may break off
+    in_torch: bool = False  # True once torch updates a resident bucket, which Ctrl-C may interrupt
     runs: list[Update] = field(default_factory=list)
     """Flat updates, each of one or several parameters; set by `prepare`, until the update runs."""
     foreign: bool = False  # True if a gradient is not in the bucket; set by `prepare`
@@ -245,9 +245,9 @@ class BucketUpdate:
                 bucket.streamed[step.index].copy_(bucket.values[step.index])
 
     def prepare(self, done: dict[object, bool]) -> None:
-        """Find the runs and their code, in the thread that calls `optimizer.step()`. Until code is
-        compiled, the eager twin runs. `done` caches which kinds of updates have code in this step,
-        so that it does not change within the step."""
+        """Merge updates into runs and get their code, in the thread that calls `optimizer.step()`.
+        Until code is compiled, the eager twin runs. `done` caches which kinds of updates have code
+        in this step, so that it does not change within the step."""
         if self.place is UpdatePlace.HOST and self.backend.by_rule:
             self.runs = self._runs()
         for update in self.runs if self.backend is UpdateBackend.COMPILED else ():

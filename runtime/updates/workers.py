@@ -248,7 +248,7 @@ class Workers:
             self.submit(job)
         except BaseException:
             job.call_off()
-            if bucket.pending.in_flight is None:  # its writes have no waiter to start them
+            if bucket.pending.in_flight is None:  # no waiter will start its writes
                 for lease in staged:
                     lease.write = None  # so the failed run gives it up
             raise
