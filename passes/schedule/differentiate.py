@@ -92,7 +92,7 @@ def differentiate(schedule: Schedule) -> Schedule:
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
     """The values that any backward of the stage could take: its arguments and its random state.
-    With all boundaries saved, a backward for other outputs than those guessed can be built by
+    With all boundaries saved, a backward for outputs other than those guessed can be built by
     recomputing every stage."""
     metas = call.meta["value"][: stage.result_count]
     if not any(meta.requires_grad for meta in metas):
@@ -188,7 +188,7 @@ def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
     sources = [args[ref.index] for ref in stage.arg_refs(template.gradients)]
     metas = [n.meta.get("value") for n in sources]
     places = list(zip(template.gradients, stage.gradient_places, strict=True))
-    for bucket in buckets:  # the metas of its parameters that get a gradient here
+    for bucket in buckets:  # metas of its parameters with a gradient here
         mine = [i for i, place in places if place is not None and place[0] == bucket.key]
         metas.append(tuple(template.primals[i] for i in mine))
     node.meta["value"] = tuple(metas)

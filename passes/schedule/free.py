@@ -6,10 +6,10 @@
 
 Memory comes from the compute stream's allocator, so a value that a copy on another stream reads is
 freed only after that copy: `free(value, after=copy)` makes the compute stream wait for it. To avoid
-a stall, such a free is placed after the next backward (in a forward: forward), after
-`plan.state_delay` ones for new optimizer states and `plan.saved_delay` for saved tensors on the
-host. If fewer computes are left, the free of states, and of gradients that the update takes, is
-deferred to the next forward (`defer_free`, `insert_drain`).
+a stall, such a free comes after the next backward (in a forward graph, the next forward). For new
+optimizer states it comes after `plan.state_delay` of them, for saved tensors copied to the host
+after `plan.saved_delay`. If fewer are left, the frees of states and of gradients that the update
+takes are deferred to the next forward (`defer_free`, `insert_drain`).
 
 `insert_tokens` orders ops across graphs: an op that touches a bucket on the host names its last
 writer.
@@ -97,7 +97,7 @@ def _insert(
                 so_many = plan.state_delay if state else plan.saved_delay if saved else 1
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
-    # a free names the values that it waits for, so these are freed after it
+    # a free names the values that it waits for, so they are freed after it
     named: dict[fx.Node, tuple[int, int]] = {}  # value -> the last such free, length of the chain
     for k, (last, node, waits, deferred) in enumerate(frees):
         latest, chain = named.get(node, (0, 0))
@@ -147,10 +147,10 @@ def insert_drain(graph: fx.Graph, *, late: bool = False, after: int = 0) -> None
 
         before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
 
-    The drain is in the middle of a forward's stages, as late as the memory allows, or before the
-    last (`late`), and follows the stage `after`; a forward without stages has none. New parameters
-    and states, and gradients that the update took on the device, are on their way to the host while
-    the forward begins.
+    The drain follows the middle stage, or with `late` the one before the last, and never precedes
+    the stage `after`; a forward without stages has none. While the forward begins, new parameters
+    and states, and gradients that the update took on the device, are still being copied to the
+    host.
     """
     computes = ops.nodes_of(graph, ops.forward)
     if not computes:

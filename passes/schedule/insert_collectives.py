@@ -78,7 +78,7 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
     if defers:
         return replace(schedule, defers=True)
     new, graph = copied(schedule)
-    consumers = ops.nodes_that(  # they hand gradients on, or update with them
+    consumers = ops.nodes_that(  # they return gradients or update with them
         graph,
         lambda op: (
             op.gives not in (Value.GRADIENTS, Value.NORMS)

@@ -30,7 +30,7 @@ LANDING_SETS = 3  # for updates on the device: one arriving, two written
 
 
 def _places(graph: fx.Graph, uses: Sequence[fx.Node], ahead: int) -> list[fx.Node]:
-    """The nodes before which to read, for each use."""
+    """For each use, the node before which its read is inserted."""
     body = body_of(graph)
     return [uses[k - ahead] if k >= ahead else body for k in range(len(uses))]
 
@@ -51,7 +51,7 @@ def insert_disk(
 
     `state_bytes` maps the bytes of a streamed element to those of its states, for the cost model;
     `set_bytes` returns those of a buffer for all states of a bucket's trained parameters. A read is
-    inserted `AHEAD` uses before its own.
+    inserted `AHEAD` uses early.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
     streamed = frozenset(trained) - schedule.plan.resident
@@ -150,10 +150,10 @@ def insert_disk_saved(schedule: Schedule) -> Schedule:
         after:  0F 1OFFLOAD_SAVED 1WRITE_SAVED 1F
                 2READ_SAVED 1READ_SAVED 2FETCH_SAVED 3B 1FETCH_SAVED 2RECOMPUTE 2B 1RECOMPUTE 1B
 
-    A value is written as soon as it is on the host; the write frees its buffer. `SAVED_SETS - 1`
-    fetches ahead it is read into another buffer, which its fetch frees. There are `SAVED_SETS`
-    buffers per direction: an offload waits until a write returns one, and a read until a fetch
-    does. The first stages are chosen because their values wait the longest.
+    A value is written as soon as it is on the host; the write frees its buffer. It is read
+    `SAVED_SETS - 1` fetches ahead, into another buffer, which its fetch frees. There are
+    `SAVED_SETS` buffers per direction: an offload waits until a write returns one, a read until a
+    fetch does. The first stages are chosen because their values wait the longest.
     """
     stages = schedule.plan.saved_on_disk
     if schedule.backward is None or not stages:

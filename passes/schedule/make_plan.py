@@ -32,8 +32,8 @@ def make_plan(
     or weights on a disk. Every backward of a forward finds the same saved values on the host.
 
     Args:
-        saves: if False, nothing is kept: a backward for gradients other than those that the forward
-            was traced for has no saved tensors.
+        saves: False for a backward of gradients that the forward was not traced for: it has no
+            saved tensors, so nothing is kept.
         activations: the option, which may override the choice.
         lookahead: number of stages by which an offloaded value is fetched ahead.
         cut: the stages with pieces that run in tiles; see `stages_in_tiles`.
@@ -55,7 +55,7 @@ def make_plan(
             last = count == 1 and not stages[-1].traced.has_backward
             kept = frozenset(() if last else able[len(able) - min(count, len(able)) :])
         away = stages_on_host(schedule, choice, lookahead=lookahead) - kept
-        halves = away if count else frozenset[int]()  # saved by half: half of the copies
+        halves = away if count else frozenset[int]()  # half is saved, for half of the copies
         if choice.halves or activations == "selective":
             halves |= kept - {stages[-1].index}
         kept |= away if count else frozenset()
@@ -78,7 +78,7 @@ def make_plan(
                 )
             )
         places = _updaters(schedule, places, choice.device_update, in_backward=in_backward)
-        # between neighboring stages on the host: a copy may take that long
+        # a copy may last until the next stage on the host
         gaps = (after - one for one, after in itertools.pairwise(sorted(away)))
         longest = max(gaps, default=2 if away else 1)
         delay = choice.state_delay

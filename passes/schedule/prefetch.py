@@ -2,12 +2,12 @@
 
     before: 0F 1F 2F 3F      after: BEGIN 0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 3PREFETCH 2F 3F
 
-A recompute and the backward after it are one use. Only buckets that the code reads are fetched, and
-once for two uses in a row; resident ones are used in place.
+A recompute and the backward after it are one use. Only buckets that the code reads are fetched,
+once for consecutive uses; resident ones are used in place.
 
 Ranks that share a bucket fetch it together, but may keep different stages. So the backward of a
-kept stage fetches what its recompute would read, and a bucket that stays in its slot for its update
-also does so in ranks where it is resident.
+kept stage fetches what its recompute would read, and a bucket that waits in its slot for its update
+does so on every rank, even where it is resident.
 
 `assign_slots` adds the `after=` edges that keep a slot from being filled too early.
 
@@ -88,7 +88,7 @@ def last_readers(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
-    """The buckets whose parameters a compute reads, or that an update needs in their slot."""
+    """The buckets whose parameters a compute reads, or that an update needs in a slot."""
     if node.target is ops.update_in_place:
         return (ops.arguments(node)[0],) if node.meta.get("gathered") else ()
     if node.target is ops.update:
@@ -114,7 +114,7 @@ def _insert(
             if bucket.key in resident and bucket.ranks == 1:  # else its part is gathered in a slot
                 name = f"w{bucket.suffix}"
                 in_place[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
-    weights: dict[int, fx.Node] = {}  # bucket key -> prefetch, of the use before
+    weights: dict[int, fx.Node] = {}  # bucket key -> prefetch, for the previous use
     counts = Counter[int]()
     for i, use in enumerate(all_uses):
         at_hand, weights = {**weights, **in_place}, {}
@@ -244,7 +244,7 @@ def _place(
             slot = at[wanted.key]
         else:
             free = [
-                i  # the last reader of its bucket is issued before
+                i  # its last reader is issued before `node`
                 for i in range(count)
                 if i not in occupant
                 or all(position[reader] < position[node] for reader in readers[occupant[i]])
@@ -264,7 +264,7 @@ def _place(
             )
             previous = occupant.get(slot)
             if previous is not None and readers[previous]:
-                last = readers[previous][-1]  # one result, so that not all are kept alive
+                last = readers[previous][-1]  # naming one result keeps only that one alive
                 after = (min((item for _, item in ops.items(last)), default=last),)
         places.chosen[node] = slot, after, bool(ready)
         places.holds[slot] = wanted

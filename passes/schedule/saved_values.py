@@ -99,10 +99,10 @@ def insert_reruns(schedule: Schedule) -> Schedule:
         1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B
 
     A rerun rebuilds the saved inputs of the next stage from those of its own. It costs one more
-    forward of that stage, and saves nothing for it. Outputs are not rebuilt if the stage changes
-    something in place or has an input that is neither saved nor rebuilt, if several stages'
-    backwards take them, or if they are returned to the user. As in `offload_saved`, the choice of
-    values depends only on the plan and the forward.
+    forward of its stage and keeps none of that stage's saved tensors. Outputs are not rebuilt if
+    the stage changes something in place or has an input that is neither saved nor rebuilt, if
+    several stages' backwards take them, or if they are returned to the user. As in
+    `offload_saved_tensors`, the choice of values depends only on the plan and the forward.
     """
     if schedule.backward is None or not schedule.plan.rerun:
         return schedule
@@ -221,7 +221,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
         call = calls[stage.index]
         count = stage.result_count
         if not any(meta.requires_grad for meta in call.meta["value"][:count]):
-            continue  # no backward for any outputs
+            continue  # no output has a backward
         found = [value_that_is_saved(arg) for arg in ops.arguments(call)[2]]
         found += [item for k, item in ops.items(call) if k >= count]  # its saved tensors
         for value in dict.fromkeys(found):

@@ -26,8 +26,8 @@ The fetches begin after the backward's first stage, the head, when the logits ha
     of a resident bucket:    2B 2UPDATE
 
 With `insert_updates` gradients never leave the device. An update follows the bucket's last gradient
-and its last reader in the backward, and reads the weights from their slot; memory for the new ones
-is not allocated before it runs. If ranks share a bucket, an update needs only this rank's part. If
+and its last reader in the backward, and reads the weights from their slot; memory for new weights
+is allocated when it runs. If ranks share a bucket, an update needs only this rank's part. If
 its stage does not read the bucket (an embedding), the part is fetched with the states, because a
 prefetch would be a gather, which ranks where the bucket is resident would not join.
 
@@ -127,9 +127,9 @@ def insert_norms(schedule: Schedule) -> Schedule:
         before: 2B 2OFFLOAD_GRAD             after: 2B 2NORM_GRAD 2OFFLOAD_GRAD
         before: 2B 2UPDATE 2OFFLOAD_STATE    after: 2B 2NORM_GRAD 2UPDATE 2OFFLOAD_STATE
 
-    They are those of the offloaded gradients, including sums over several backwards, so that
-    clipping needs no pass over host memory. Gradients that an update in the backward consumes get
-    only the L2 norm, too late for clipping, for logs. Gradients that stay on the device for
+    The norms are of the offloaded gradients, with sums over several backwards, so that clipping
+    needs no pass over host memory. Gradients that an update in the backward consumes get only the
+    L2 norm: it is for logs and comes too late for clipping. Gradients that stay on the device for
     `optimizer.step()` get theirs on demand, and those not averaged over replicas yet
     (`Schedule.defers`) none.
 
@@ -191,7 +191,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
 
 def fetch_states(where: fx.Node, bucket: Bucket, *, masters: bool, meta: TensorMeta) -> fx.Node:
     """Fetch a bucket's states before a node, into memory allocated there; with `masters`, the
-    parameters too. `meta` is of all of them together."""
+    parameters too. `meta` describes them together."""
     graph, suffix = where.graph, bucket.suffix
     with graph.inserting_before(where):
         buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
