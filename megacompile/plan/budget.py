@@ -1,11 +1,11 @@
 """The memory that plans may use, and the places where plans and uncaptured code want buckets.
 
 The device's budget shrinks after an out-of-memory error. The first plan that reads a bucket decides
-about it, and all later plans keep that decision.
+its place, and all later plans keep that decision.
 
 Uncaptured code fetches every streamed bucket at each use and waits for it. So the buckets that only
 it reads become resident if plans leave room; half of the room is left for what such code computes.
-They go back if a plan does not fit next to them or the device runs out of memory.
+They leave the device if a plan does not fit next to them or the device runs out of memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Budget:
         self._disk_bytes = disk_bytes
         self.setting = setting
         self.limit_bytes = setting.options.gpu_memory if limit_bytes is None else limit_bytes
-        self._is_of_all = False  # have ranks agreed on a limit?
+        self._is_of_all = False  # True once ranks have agreed on a limit
         self._needed_bytes = 0  # predicted, by the largest plan since the last `step_down`
 
     def size_bytes(self) -> int:
@@ -109,18 +109,18 @@ class WantedPlaces:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._places: Places | None = None  # of plans; None: where the buckets are
-        self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have decided about
+        self._decided: frozenset[int] = frozenset()  # keys of buckets that plans have placed
         self._stored: frozenset[int] = frozenset()  # the same for states and weights
         # Buckets that are resident because uncaptured code reads them.
-        self._home = BucketPlan(  # the place of a bucket that no plan has decided about
+        self._home = BucketPlan(  # the place of a bucket until a plan decides it
             Tier.DISK if options.disk_weights else Tier.HOST,
             Tier.HOST if options.disk is None else Tier.DISK,
         )
         self._bytes: dict[int, float] = {}  # device memory, by key
-        self._asked: frozenset[int] = frozenset()  # keys of buckets already decided about
+        self._asked: frozenset[int] = frozenset()  # keys of buckets that `decide` or `take` saw
         self._leaving: frozenset[int] = frozenset()  # keys of evicted ones
-        self._ended = False  # did the device run out of memory with them?
-        self._answer: tuple[Placement, Placement] | None = None  # the last question and answer
+        self._ended = False  # True once the device ran out of memory with them
+        self._answer: tuple[Placement, Placement] | None = None  # of `placement`: now, wanted
 
     @property
     def known(self) -> bool:
@@ -174,11 +174,11 @@ class WantedPlaces:
             self._bytes.pop(key, None)
 
     def set(self, places: Places) -> None:
-        """Want these places, regardless of earlier decisions."""
+        """Make these the wanted places, regardless of earlier decisions."""
         self._places, self._answer = places, None
 
     def forget(self) -> None:
-        """Want every bucket to stay where it is."""
+        """Make the current place of every bucket its wanted one."""
         self._places = self._answer = None
 
     def reopen(self) -> None:
@@ -188,7 +188,7 @@ class WantedPlaces:
     # For uncaptured code.
 
     def is_open(self, bucket: Bucket) -> bool:
-        """True if no plan has decided about a bucket, and `take` was not asked about it."""
+        """True if neither a plan nor `take` has considered a bucket yet."""
         return not self._ended and bucket.key not in self._decided | self._asked
 
     def take(self, sizes: Mapping[int, float], room_bytes: int, now: Placement) -> None:

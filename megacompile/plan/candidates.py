@@ -57,7 +57,7 @@ class Candidates:
         """Try every combination of numbers of residents and shares of device updates."""
         for count in counts:
             choice = self.problem.with_residents(count)
-            streams = len(choice.places) < len(self.problem.buckets)  # some, without a disk
+            streams = len(choice.places) < len(self.problem.buckets)  # some stream from the host
             for share in sorted(shares) if streams else [0.0]:
                 self.add(replace(choice, device_update=share))
 
@@ -99,8 +99,8 @@ class Candidates:
         return self.times.get(choice, math.inf)
 
     def _fastest_of(self, choice: Choice) -> Choice:
-        """Try a choice; returns the fastest of the choices that this simulates (of equals the
-        first), or the same choice if none fits."""
+        """Try a choice; returns the fastest of the choices that this simulates (the first of
+        equals), or the same choice if none fits."""
         if choice not in self._fastest:
             before = set(self.times)
             self.add(choice)
@@ -111,8 +111,8 @@ class Candidates:
     def climb(
         self, at: int, step: int, numbers: range, look: Callable[[int], Choice], least: int = 1
     ) -> Choice:
-        """Hill climbing over a number: look `step` below and above while that is faster, then halve
-        the step until it is less than `least`. `look` returns the fastest choice with a number."""
+        """Climb from a number: try `step` below and above while that is faster, then halve the step
+        until it is less than `least`. `look` returns the fastest choice with a number."""
         found = {at: look(at)}
         while step >= least:
             near = [at, *(n for n in (at - step, at + step) if n in numbers)]

@@ -80,8 +80,8 @@ class Chooser:
         self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._chosen: dict[Schedule, _PlanChoice] = {}  # by the captured graph's stages
         self.running: dict[Schedule, Schedule] = {}  # stages -> the stages that run for them
-        self._stay_now = False  # do buckets stay in slots because memory allows it?
-        self._no_stay = False  # did that run out of memory?
+        self._stay_now = False  # True if buckets stay in slots because memory allows it
+        self._no_stay = False  # True once that ran out of memory
         self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
         self._nearest: dict[_Stages, Choice] = {}  # the closest choice, if nothing fits
 
@@ -142,8 +142,8 @@ class Chooser:
     def note_fetches(
         self, buckets: Sequence[Bucket], trained: Mapping[int, Sequence[int]], placement: Placement
     ) -> None:
-        """Note that uncaptured code reads these buckets. Those that no plan has decided about
-        become resident, as memory allows. `trained` has the parameters that get a gradient, bucket
+        """Note that uncaptured code reads these buckets. Those that no plan has placed become
+        resident, as memory allows. `trained` has the parameters that get a gradient, bucket
         key -> indices."""
         options = self.setting.options
         may_move = options.resident is None and not placement.stays and options.ranks == 1
@@ -169,10 +169,10 @@ class Chooser:
     def _searched(
         self, planned: Planned, schedule: Schedule, placement: Placement, *, again: bool
     ) -> _PlanChoice:
-        """Search, cache the result, and place the buckets that no plan has decided about.
+        """Search, cache the result, and place the buckets that no plan has placed.
 
-        Falls back until a plan fits: one without the buckets of uncaptured code; one with
-        parameters on the disk; one that ignores other graphs; one with fewer states in host memory;
+        If no plan fits, tries in turn one without the buckets of uncaptured code, with parameters
+        on the disk, without regard to other graphs, with fewer states in host memory, and finally
         the smallest one.
         """
         self.budget.agree()

@@ -50,8 +50,8 @@ class PassCompiler:
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
         self._last_resized: tuple[object, Values, Schedule] | None = None
-        self._lowered = False  # is there code already?
-        self._waits = False  # did uncompiled code run out of memory?
+        self._lowered = False  # True once there is code
+        self._waits = False  # True once uncompiled code ran out of memory
 
     def other(
         self,
@@ -158,7 +158,7 @@ class PassCompiler:
         return replace(schedule, plan=plan)
 
     def _as_run(self, planned: Planned, placement: Placement) -> Schedule:
-        """The stages that run for these: the stages themselves or, if they are short and everything
+        """The stages that run for the given ones: the same or, if they are short and everything
         fits, one for all of them. This is fixed once a backward is planned."""
         stages, running = planned.stages, self.chooser.running
         if stages in running:

@@ -193,7 +193,7 @@ class Pipeline:
         slots = options.least_slots
         if options.ranks > 1 and options.optimizer is not None:
             slots += 1  # updates run a stage later: see `delay_reduced`
-            slots += options.replicas > 1 and variant.accumulate and variant.update  # or two
+            slots += options.replicas > 1 and variant.accumulate and variant.update  # or two later
         if choice.stay:
             slots = options.lookahead + 1  # and one for each bucket that stays
         plan, cost = schedule.plan, self.setting.cost()
@@ -272,7 +272,7 @@ class Pipeline:
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         fused = options.lowering is Lowering.INDUCTOR
-        # ranks need them in eager too: torch's clipping runs a collective, which would hang if a
+        # ranks need norms in eager too: torch's clipping runs a collective, which would hang if a
         # rank failed
         norms = fused or options.ranks > 1
         return [

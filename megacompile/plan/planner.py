@@ -195,8 +195,8 @@ def _uncut(problem: Problem) -> SearchResult | None:
 
 
 def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
-    """True if a search with more tiles (`cut`), which takes as long as the one for `best`, may pay
-    off: judged by the memory that tiles can free, and by the time of their computes with all stages
+    """True if a search with more tiles (`cut`) may pay off; it takes as long as the one for `best`.
+    Depends on the memory that tiles can free, and the time of their computes with all stages
     kept."""
     enough_s = problem.expected_s(best.choice) * (1 - _TILES_PAY)
     every = Choice(problem.stages)
@@ -268,7 +268,7 @@ def smallest(problem: Problem) -> tuple[Problem, int]:
 
 
 def nearest(problem: Problem) -> Choice:
-    """The choice that lacks the fewest bytes in all memories together, if none fits.
+    """The choice that lacks the fewest bytes, summed over all memories, if none fits.
 
     Choices have as many residents as fit or none, inputs of stages on the device or as many as
     necessary on the host, and reruns or not: offloading and recomputing move the shortage from the

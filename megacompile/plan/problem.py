@@ -1,4 +1,4 @@
-"""The problem that a plan solves, a captured graph on a machine with budgets, and the costs of
+"""The problem that a plan solves (a captured graph on a machine with budgets) and the costs of
 choices.
 
 Memory is computed by walking a choice's schedule, time by simulating it. Both are cached.
@@ -26,7 +26,7 @@ from megacompile.plan.tiers import Drafts, Tiers, spread
 
 DEVICE, HOST, DISK = "device memory", "host memory", "the disk"
 _BUILT = 2  # cached drafts: the one measured for memory is often simulated next
-_AT_ONCE = 3  # number of first buckets: updated last, and the next forward waits for them
+_AT_ONCE = 3  # number of first buckets; they are updated last, and the next forward waits
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,7 +39,7 @@ class Problem(Tiers):
     fused: bool = True  # elementwise operations are fused
     others: Sequence[Schedule] = ()  # of the other captured graphs, whose memory counts too
     undecided: Sequence[Bucket] | None = None  # that may become resident; None: all
-    gradients_stay: bool = False  # those of residents are on the device when a forward begins
+    gradients_stay: bool = False  # residents' are on the device when a forward begins
     # Known costs of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by kept stages
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
@@ -126,8 +126,8 @@ class Problem(Tiers):
         return timeline.step_s, timeline.uses_host
 
     def fits(self, choice: Choice) -> bool:
-        """True if a choice fits the budgets, by a quick and slightly pessimistic estimate of the
-        device: ignores the slots that new residents free, and other device updates."""
+        """True if a choice fits the budgets. The estimate for the device is quick and slightly
+        pessimistic: it ignores the slots that new residents free, and other device updates."""
         return self.fits_host(choice) and self._fits_device(choice)
 
     def _fits_device(self, choice: Choice) -> bool:
@@ -143,7 +143,7 @@ class Problem(Tiers):
         return replace(choice, places=self.here.without_disk, saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
-        """Device memory that new residents, which occupy theirs permanently, leave for the rest."""
+        """Device memory that new residents, which never free theirs, leave for the rest."""
         new = choice.places.resident - self.here.resident
         return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
@@ -245,7 +245,7 @@ class Problem(Tiers):
         return self.floor().peak.total_bytes
 
     def most_kept(self, choice: Choice, least: int, most: int) -> int:
-        """The most stages that can be kept between `least`, which is known to fit, and `most`.
+        """The largest number of kept stages that fits, from `least`, which fits, to `most`.
 
         The peak is a convex function of the number, so it is below the chord between two known
         peaks. The number on the chord fits; if the next one does not, it is the most.

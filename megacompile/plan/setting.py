@@ -24,8 +24,8 @@ class Setting:
 
     options: Options  # validated
     hardware: Hardware | None = None  # the GPU to plan for; None: the device of the options
-    host_bytes: int | None = None  # that the model may take; None: that of `hardware`, or unknown
-    of_ranks: Hardware | None = None  # that share the model: the slowest rates, if known
+    host_bytes: int | None = None  # for the model; None: that of `hardware`, or unknown
+    of_ranks: Hardware | None = None  # slowest rates of ranks that share the model
     disk_bytes: int | None = None  # one rank's share of a disk; None: not shared
     least: Callable[[int], int] | None = None  # the minimum over ranks that plan together
 

@@ -2,8 +2,8 @@
 
 States are faster on the host, so as few buckets as necessary have theirs on the disk.
 
-    exact            the last ones in forward order: the drive has until the end of the next forward
-                     for them, and no other update waits for theirs
+    exact            the last ones in forward order: the next forward needs them only at its end,
+                     and no other update waits for theirs
     in the backward  evenly spread, except for the end of the forward, so that the drive works
                      during the whole backward
 
@@ -114,11 +114,11 @@ class Tiers:
     host_budget_bytes: int | None = None  # for all buckets; None: unknown
     disk_budget_bytes: int | None = None  # None: no disk
     elsewhere_bytes: int = 0  # host memory of the buckets that this graph does not read
-    here: Places = Places()  # of the buckets that may not move, if not on the host
+    here: Places = Places()  # of buckets that may not move and are not on the host
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)  # key -> with a gradient
     storable: frozenset[int] | None = None  # keys that may move to the disk; None: all
     accumulates: bool = False  # gradients of micro-batches wait for a later backward's update
-    # on the disk; False: no more than are there already; None: as few as necessary
+    # parameters on the disk; False: no more than are there now; None: as few as necessary
     disk_weights: bool | None = False
     disk_saved: bool | None = None  # saved tensors that wait; None: as few as necessary
     offloads: bool = False  # saved tensors wait on the host or disk, whatever the choice
@@ -216,7 +216,7 @@ class Tiers:
         return found
 
     def _usual_states(self, buckets: Sequence[Bucket]) -> float:
-        """The size of states above which a bucket counts as much larger than most."""
+        """Bytes of states above which a bucket counts as much larger than most."""
         return LARGE * statistics.median([self._of(b).states for b in buckets] or [0])
 
     def _with_fewest(self, count: int, moved: Callable[[int], Choice]) -> Choice:
