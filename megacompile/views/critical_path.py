@@ -87,7 +87,7 @@ def critical_path(timeline: Timeline, model: str, within: Period) -> dict[str, f
 
     def blocker(at: int) -> int:
         start = spans[at].start_s + _CLOCK_S
-        able = [i for i in waits[at] if i < at]  # that began earlier: the path back terminates
+        able = [i for i in waits[at] if i < at]  # only earlier ones, so that the path ends
         if at in begins:
             able += [last_of(range(at), start)]  # the host began this graph after that
         if graphs[at] == "update":  # the step begins after a backward has returned
@@ -96,7 +96,7 @@ def critical_path(timeline: Timeline, model: str, within: Period) -> dict[str, f
 
     at, now = last_of(range(len(spans)), within.stop_s), within.stop_s
     while now > within.start_s:
-        start_s, lane = within.start_s, NONE  # no op is before
+        start_s, lane = within.start_s, NONE  # no op ran earlier
         if at >= 0 and spans[at].stop_s < now:  # a gap without recorded ops
             start_s = max(spans[at].stop_s, start_s)
         elif at >= 0:
@@ -131,8 +131,8 @@ def traced_steps(timeline: Timeline, model: str) -> StepFigures | None:
 
 
 def _waits(timeline: Timeline, spans: Sequence[Span]) -> tuple[list[list[int]], set[int]]:
-    """The spans that each span may have waited for, and the first span of each lane of a run that
-    waits for none of its run; spans by their indices."""
+    """For each span, the spans that it may have waited for; and the first span of each lane of a
+    run, if it waits for no span of the run. All are indices."""
     waits: list[list[int]] = [[] for _ in spans]
     last: dict[str, int] = {}
     places: defaultdict[int, dict[_Name, int]] = defaultdict(dict)  # by run

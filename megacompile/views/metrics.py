@@ -1,7 +1,7 @@
 """Figures of training while it runs: `megacompile.metrics(model)`.
 
-A meter counts the calls and optimizer steps of one model and keeps the last ones. Now and then it
-traces a few steps, to see what they wait for. Nothing here waits for the device.
+A meter counts the calls and optimizer steps of one model and keeps the last steps. Every 50 steps
+it traces a few, to see what they wait for. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megacompile.text import duration, format_bytes
 from megacompile.views.critical_path import NONE, traced_steps
 from megacompile.views.recorder import Trace
 
-_LAST = 20  # steps that the figures are means of
+_LAST = 20  # the figures are means of this many steps
 _EVERY = 50  # steps from one traced step to the next
 _FIRST = 2  # steps before the first traced one
 _TRACED = 3  # steps in a trace; the time of a step needs two
-_CALLS = 200  # since the last step; a trace ends after more: an evaluation, or the training is over
+_CALLS = 200  # without a step until a trace ends: an evaluation, or the end of training
 _SHOWN = 0.02  # of a step: the least share in the text
 
 
@@ -39,7 +39,7 @@ class MemoryUse(NamedTuple):
 class Metrics:
     """See `megacompile.metrics`. A figure that is not known yet, or does not apply, is None."""
 
-    steps: int  # that the times and rates are means of; 20 at most
+    steps: int  # the times and rates are means of this many; at most 20
     step_s: float | None  # seconds from one `optimizer.step()` to the next
     predicted_s: float | None  # the plan's, for steps of one call
     tokens_s: float | None  # of the largest (batch, length) integers among the inputs, with padding
@@ -103,7 +103,7 @@ def token_count(values: Iterable[Any]) -> int:
 
 class Meter:
     """The meter of one model. `trace` makes a trace of it, `code` counts its compiled code, and
-    `held` returns the bytes that it holds now in each memory but the device's."""
+    `held` returns the bytes that it holds now in each memory except the device's."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Meter:
         if not self._calls:
             return
         now_s, code = time.perf_counter(), self._code()
-        if self._count and code == self._last_code:  # else it compiled
-            most = max(self._calls.values())  # a module's, not those of the modules in it too
+        if self._count and code == self._last_code:  # else the step compiled code
+            most = max(self._calls.values())  # the outer module's, not those in it
             time_s = now_s - self._last_s
             self._steps.append(most._replace(time_s=time_s, others=self._others))
         self._last_s, self._last_code = now_s, code
@@ -161,16 +161,16 @@ class Meter:
         self._count += 1
 
     def steps(self) -> list[StepCount]:
-        """The last steps, without those that evaluated: that made more or fewer calls without
-        gradients than most did."""
+        """The last steps, without those of an evaluation: they have more or fewer calls without
+        gradients than most."""
         steps = list(self._steps)
         usual = statistics.mode(step.others for step in steps) if steps else 0
         return [step for step in steps if step.others == usual]
 
     def _sample(self, at: int) -> None:
-        """Begin or end a trace before a step, the `at`-th of its `_EVERY`."""
+        """Begin or end a trace before step `at` of every `_EVERY`."""
         if at == _FIRST:
-            self._stop()  # Ctrl-C came in this step, and it is made again
+            self._stop()  # the trace that Ctrl-C left, if this step is repeated
             self._running = self._trace()
             if self._running is not None:
                 self._running.__enter__()

@@ -1,5 +1,5 @@
 """Prints a schedule: as the Python code that runs, as a table of steps by streams, and its
-difference to another one.
+difference from another one.
 
 The executor runs exactly this code. `free` becomes `del`, with a `wait(...)` for readers on other
 streams.
@@ -178,7 +178,7 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_CodeLine
 
 
 def _group(node: fx.Node) -> fx.Node | tuple[fx.Node, ...]:
-    """The node itself; of a `free`, the ops that it waits for: equal neighbors share a `del`."""
+    """The node; for a `free`, the ops that it waits for: equal neighbors share a `del`."""
     op = ops.effects(node)
     after: Any = node.kwargs.get("after", ())
     return tuple(after) if op.frees is not None and op.waits else node

@@ -68,7 +68,7 @@ class Recording:
         self._current = next(self._infos)
 
     def _mark(self, done: threading.Event | None = None) -> _Mark | None:
-        """A mark of the current op; None if that has one."""
+        """Mark the current op; returns None if it has a mark already."""
         info, self._current = self._current, None
         if info is None:
             return None
@@ -77,20 +77,20 @@ class Recording:
         return mark
 
     def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap the op's work to record its times; returns `work` itself if it is not an op."""
+        """Wrap the op's work to record its times; returns `work` itself if no op awaits a mark."""
         mark = self._mark()
         return work if mark is None else lambda: self.tracer.measure(mark, work)
 
     def noted_later(self) -> Callable[[str, float, float], None]:
-        """For work in several threads: returns a function that records the lane, start and end,
-        and must be called, because a trace waits for it."""
+        """For work in several threads: returns a function that records the lane, start and end.
+        Call it in any case, because a trace waits for it."""
         mark = self._mark(threading.Event())
         assert mark is not None
         return mark.note
 
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
-        """For work in a thread: returns a function that runs it and records its lane and times, and
-        must be called."""
+        """For work in a thread: returns a function that runs it and records its lane and times.
+        Call it in any case."""
         note = self.noted_later()
 
         def timed(lane: str, work: Callable[[], None]) -> None:
@@ -145,7 +145,7 @@ class Tracer:
         key = (id(schedule), graph)
         if key not in self._infos:
             self._infos[key] = describe(schedule, graph)
-        self.runs.append((schedule, graph))  # keeps the schedule alive, and so its id
+        self.runs.append((schedule, graph))  # keeps the schedule alive, so its id stays unique
         return Recording(self, self._infos[key], len(self.runs) - 1)
 
     def _here(self, mark: _Mark, work: Callable[[], Any]) -> Any:
