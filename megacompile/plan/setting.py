@@ -25,7 +25,7 @@ class Setting:
     options: Options  # validated
     hardware: Hardware | None = None  # the GPU to plan for; None: the device of the options
     host_bytes: int | None = None  # for the model; None: that of `hardware`, or unknown
-    of_ranks: Hardware | None = None  # slowest rates of ranks that share the model
+    of_ranks: Hardware | None = None  # slowest rates of the ranks, if known
     disk_bytes: int | None = None  # one rank's share of a disk; None: not shared
     least: Callable[[int], int] | None = None  # the minimum over ranks that plan together
 

@@ -149,7 +149,7 @@ class Meter:
             return
         now_s, code = time.perf_counter(), self._code()
         if self._count and code == self._last_code:  # else the step compiled code
-            most = max(self._calls.values())  # the outer module's, not those in it
+            most = max(self._calls.values())  # the outermost module's
             time_s = now_s - self._last_s
             self._steps.append(most._replace(time_s=time_s, others=self._others))
         self._last_s, self._last_code = now_s, code

@@ -63,8 +63,8 @@ class EagerNotice:
         self._place, self._cause, self._params = "", "", set()
 
     def __call__(self, param: torch.Tensor | None, link: Any) -> None:
-        """Record a use of a parameter by eager code (None: one outside of a model), and the link of
-        its backward (None: there is none)."""
+        """Record that eager code uses a parameter (None: it is outside of a model) and the link for
+        its backward (None: no backward)."""
         if link is not None and link.links is None:
             link.links = self._links
             self._links.add(link)

@@ -202,7 +202,7 @@ class GradientRun:
         }
 
     def is_final(self, key: int, index: int) -> bool:
-        """True if `p.grad` will equal what this schedule computes, as far as known."""
+        """True if, as far as known, `p.grad` will be the gradient that this schedule computes."""
         record = self.records[key, index]
         return record.route.in_bucket and not self.observed and not record.is_seen
 

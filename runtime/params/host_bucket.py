@@ -142,7 +142,7 @@ class HostBucket:
             self.pending.wait()
 
     def _write(self, place: DiskBuffer) -> None:
-        """Write the parameters to the disk: page faults would take ten times as long."""
+        """Write the parameters to the disk in one request; page faults take ten times as long."""
         assert self.disk is not None and not self.has_copy
         memory = self._budget.make(
             len(place), f"{self.layout.name}, on its way to a disk,", pin=False

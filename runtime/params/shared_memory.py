@@ -103,7 +103,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 
 
 def warn_of_aliases(model: nn.Module, params: Iterable[nn.Parameter], of: object) -> None:
-    """Warn, once for each `of`, that aliases stay behind when these parameters move to buckets."""
+    """Warn, once per `of`, that aliases of these parameters do not follow them into buckets."""
     ids = {id(param) for param in params}
     name = next((name for name, param in model.named_parameters() if id(param) in ids), None)
     if name is not None:

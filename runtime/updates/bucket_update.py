@@ -1,6 +1,6 @@
 """The update of a bucket: by a kernel on a CUDA device, elsewhere by the twin, in torch.
 
-A thread compiles the kernels. Until one is ready, small updates on the device run the twin, too.
+A thread compiles the kernels. Until one is ready, the twin runs small updates on the device, too.
 
 The first launch of a process takes two seconds: Triton builds its driver and compiles the kernel.
 The twin is bitwise equal and needs no compiler, but takes about twenty launches per chunk of a

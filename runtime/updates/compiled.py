@@ -4,7 +4,7 @@
 A second process, which sees no GPU, compiles it into Inductor's caches on disk. Until it is ready,
 the eager twin runs (`optim.twin.apply`), with bitwise equal results. The thread that calls
 `optimizer.step()` polls `ready`, then loads the code from the caches. Without caches, or if no
-process can be started, that thread compiles: Dynamo changes process-wide state meanwhile.
+process can be started, that thread compiles, too: Dynamo changes process-wide state meanwhile.
 
 The same code serves all sizes. It leaves one core to the issuing thread, which spins in many CUDA
 calls (`loss.item()`). It runs without Dynamo's frame caches, which do not support a thread that
@@ -52,7 +52,7 @@ class Compiled:
     def __init__(self, rule: OptimizerRule, update: Update) -> None:
         self.rule = rule
         self.code: Code | None = None
-        self.done = False  # True once the code is there or refused
+        self.done = False  # True once the code is loaded or refused
         self._request: CompileRequest | None = None  # None: no process can be asked
         self._process: Process | None = None  # that compiles it
         folder = compat.code_cache()
@@ -91,7 +91,7 @@ class Compiled:
             self._process.wait()
 
     def _take(self, update: Update) -> None:
-        """Load the code from the caches, or compile it, if the second process has not done so."""
+        """Load the code from the caches, or compile it here if the second process did not."""
         before, start, request = compat.cache_counts(), time.perf_counter(), self._request
         options = options_now()
         settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -97,7 +97,7 @@ class BucketLease(Lease):
 
 class BucketBuffers(Lender):
     """A fixed number of buffers for leases of one kind, lent in order. Each fits the largest bucket
-    from the start: to grow one would take memory for two, because the old one may still be in use.
+    from the start: growing one would take both sizes, because the old one may still be in use.
     `what` names the buffers' content in errors; the other arguments are those of `Lender`."""
 
     def __init__(self, device: torch.device, name: str, what: str, budget: HostBudget) -> None:
