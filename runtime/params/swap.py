@@ -293,8 +293,8 @@ def _places(
 
 
 def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
-    """The places of tensors: holders, tensor counts, names and components of packed ones; and the
-    tensors. Must be fast: every call of a model computes it."""
+    """A model's tensors and their places: holders, tensor counts, names, components of packed ones,
+    and last the tensors. Must be fast, because every call of a model computes it."""
     holders = compat.holders(modules, "parameters")
     names = [*chain.from_iterable(holders)]
     params = [*chain.from_iterable(map(dict.values, holders))]
