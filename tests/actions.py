@@ -82,10 +82,6 @@ def parse(line: str, **stubs: Any) -> Schedule:
     )
 
 
-def text(schedule: Schedule) -> str:
-    return " | ".join(ops.actions(graph) for graph in schedule.graphs.values())
-
-
 def waits(graph: fx.Graph) -> str:
     """The actions, each with its `after=` edges: "2PREFETCH@0(after=0F)"."""
     shown = [n for n in ops.nodes_of(graph) if n.target not in _QUIET]

@@ -62,10 +62,6 @@ def free_of(graph: fx.Graph, value: str) -> fx.Node:
     return next(n for n in frees if ops.arguments(n)[0].name == value)
 
 
-def waits_for(node: fx.Node) -> list[fx.Node]:
-    return [n for n in awaited(node) if token_of(n) is None]
-
-
 def wait(node: fx.Node, after: list[fx.Node]) -> None:
     node.kwargs = {"after": tuple(after)} if after else {}
 
@@ -118,7 +114,7 @@ class _Graph:
         if others == "nothing":
             wait(found, [])
         elif others == "tokens":
-            assert waits_for(found), "it has other edges"
+            assert any(token_of(n) is None for n in awaited(found)), "it has other edges"
             wait(found, [n for n in awaited(found) if token_of(n) is not None])
         else:
             wait(found, (awaited(found) if also else []) + self.nodes(others))

@@ -126,11 +126,6 @@ def prove(schedule: Schedule) -> None:
     proof.verify(schedule)
 
 
-def hazards(schedule: Schedule) -> set[str]:
-    """The kinds of what is wrong with a schedule."""
-    return {hazard.kind.value for hazard in proof.hazards(schedule)}
-
-
 def planned_bytes(schedule: Schedule, *, fused: bool) -> int:
     """The predicted peak of device memory, where an optimizer has no states."""
     cost = OptimizerCost(states=0)

@@ -251,10 +251,6 @@ def of_sizes(*sizes: int, width: int = 2048) -> Uneven:
     return Uneven(layers, 4, width)
 
 
-def equal_behind(layers: int = 16, width: int = 2048) -> Uneven:
-    return Uneven((nn.Linear(width, width) for _ in range(layers)), 8, width)
-
-
 def captured(
     model: nn.Module,
     *shape: int,
@@ -312,7 +308,8 @@ def wide(
     """Sixteen equal layers behind a large one, on a machine with a drive."""
     options: dict[str, Any] = {"in_backward": in_backward, "state_dtype": state_dtype}
     options |= {"disk": {"disk_weights": True}} if disk_weights else {}
-    return captured(equal_behind(), 4096, 2048, hardware=DISK, **options)[0]
+    model = Uneven((nn.Linear(2048, 2048) for _ in range(16)), 8)
+    return captured(model, 4096, 2048, hardware=DISK, **options)[0]
 
 
 def wide_problem(

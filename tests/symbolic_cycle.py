@@ -130,20 +130,14 @@ class Cycle:
         for n, op in enumerate(self.ops):
             if op.step.stream is Stream.COMPUTE:
                 continue
-            after = self._all_behind(n)
+            after = _closure(n, self._behind.__getitem__)
             yield self.result(lambda k, after=after: k + (k in after) * 1e6)  # type: ignore[misc]
-            first = self._all_before(n)
+            first = _closure(n, lambda k: self.ops[k].waits)
             yield self.result(lambda k, first=first: k - (k in first) * 1e6)  # type: ignore[misc]
         rng = random.Random(seed)
         for _ in range(_AT_RANDOM):
             order = [rng.random() for _ in self.ops]
             yield self.result(order.__getitem__)
-
-    def _all_behind(self, n: int) -> set[int]:
-        return _closure(n, self._behind.__getitem__)
-
-    def _all_before(self, n: int) -> set[int]:
-        return _closure(n, lambda k: self.ops[k].waits)
 
 
 def _closure(n: int, following: Callable[[int], Collection[int]]) -> set[int]:

@@ -15,7 +15,7 @@ import sys
 import tomllib
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -24,7 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -203,11 +203,6 @@ def test_the_bounds_of_torch_are_what_the_matrix_runs() -> None:
     (torch,) = [each for each in dependencies if re.match(r"torch\W", each)]
     major, minor = matrix()[-1].split(".")
     assert torch == f"torch>={matrix()[0]},<{major}.{int(minor) + 1}"
-
-
-def eager(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-    del examples
-    return module.forward
 
 
 @pytest.mark.gpu

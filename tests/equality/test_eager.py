@@ -174,11 +174,8 @@ def x_of(seed: int, rows: int = 2) -> Tensor:
     return torch.randn(rows, 5, STATE_WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-Kind = type[nn.LSTM] | type[nn.GRU]
-
-
-def alone(kind: Kind) -> Any:
-    return kind(STATE_WIDTH, STATE_WIDTH, num_layers=2, batch_first=True)
+def alone() -> Any:
+    return nn.LSTM(STATE_WIDTH, STATE_WIDTH, num_layers=2, batch_first=True)
 
 
 def pair(made: nn.Module, **options: Any) -> tuple[Any, Any]:
@@ -214,7 +211,7 @@ def trained(
 def test_a_list_that_a_call_has_made_is_exchanged_in_the_next_call() -> None:
     """A recurrent layer makes the list of its weights in a call, and not in each without
     gradients: they are what it reads, and what it holds behind a call."""
-    plain, model = pair(alone(nn.LSTM), resident=0, gpu_memory="1MiB")
+    plain, model = pair(alone(), resident=0, gpu_memory="1MiB")
     for seed in range(3):
         found: list[Any] = []
         with torch.no_grad(), megacompile.eager(model), inside.fetches(found):
@@ -293,7 +290,7 @@ def test_a_captured_graph_that_needs_the_room_gets_it(*, again: bool) -> None:
 def test_moves_wait_for_backwards_of_eager_code() -> None:
     """Gradients go to where the parameters were in the forward. An old loss that has had its
     backward is not waited for, nor one that nobody has any more."""
-    models = plain, model = pair(alone(nn.LSTM), gpu_memory="1MiB")
+    models = plain, model = pair(alone(), gpu_memory="1MiB")
     for each in models:
         optimizer = SGD(each.parameters(), lr=0.1)
         losses = [loss_of(each(x_of(seed))) for seed in range(3)]
@@ -314,7 +311,7 @@ def test_moves_wait_for_backwards_of_eager_code() -> None:
 
 def test_parameters_with_hooked_nodes_stay() -> None:
     """One that moved would lose the hook."""
-    plain, model = pair(alone(nn.LSTM), gpu_memory="1MiB")
+    plain, model = pair(alone(), gpu_memory="1MiB")
     seen: list[list[int]] = [[], []]
     nodes = []
     for each, calls in zip((plain, model), seen, strict=True):

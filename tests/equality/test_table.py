@@ -68,13 +68,13 @@ CELLS = [Cell(*row) for row in AllPairs(AXES, filter_func=makes_sense)]
 ALWAYS = 20  # the first cells have most of the pairs
 
 
-def vars_of(cell: Cell) -> list[str]:
-    return [getattr(cell, name).replace(" ", "_") for name in AXES]
-
-
 NAMED = [
-    pytest.param(k, id=name, marks=[pytest.mark.thorough] if k >= ALWAYS else [])
-    for k, name in enumerate("-".join(vars_of(cell)) for cell in CELLS)
+    pytest.param(
+        k,
+        id="-".join(getattr(cell, name).replace(" ", "_") for name in AXES),
+        marks=[pytest.mark.thorough] if k >= ALWAYS else [],
+    )
+    for k, cell in enumerate(CELLS)
 ]
 
 

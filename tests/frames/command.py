@@ -156,10 +156,9 @@ class Verdict:
     why: str = ""
 
 
-def judge(case: Case, setting: Setting = EAGER, folder: str | None = None) -> Verdict:
-    with contextlib.ExitStack() as stack:
-        place = folder or stack.enter_context(tempfile.TemporaryDirectory())
-        path = Path(place, f"frames_{abs(hash((case, os.getpid()))):x}.py")
+def judge(case: Case, setting: Setting = EAGER) -> Verdict:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"frames_{abs(hash((case, os.getpid()))):x}.py")
         path.write_text(case.text())
         try:
             with contextlib.redirect_stdout(io.StringIO()):

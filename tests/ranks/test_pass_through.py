@@ -152,11 +152,6 @@ def test_a_model_that_lives_keeps_no_group_that_was_destroyed() -> None:
         _ = ranks.group
 
 
-def node_of(model: nn.Module) -> Any:
-    """What adds up the gradient of a parameter."""
-    return get_gradient_edge(model.get_parameter("head.weight")).node
-
-
 def test_a_data_parallel_that_would_call_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """DataParallel of torch, which Trainer makes where it sees several GPUs. Without a GPU it calls
     its module, and that is all."""
@@ -188,7 +183,7 @@ def test_one_process_on_a_gpu(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="DataParallel"):
             megacompile(nn.DataParallel(copy.deepcopy(plain), device_ids=[0]))
         hooked = copy.deepcopy(plain)
-        node = node_of(hooked)
+        node: Any = get_gradient_edge(hooked.get_parameter("head.weight")).node
         handle = node.register_hook(lambda *gradients: None)
         with pytest.raises(ModelError, match=r"head\.weight"):
             megacompile(hooked)

@@ -19,7 +19,6 @@ from megacompile.passes.stages.tokenwise import Tokens
 
 W = 6  # of activations
 X = (2, 10, W)  # batch, tokens, width
-SAMPLES = (4, 10, W)
 EACH_TOKEN = torch.arange(10.0)[:, None]
 aten = torch.ops.aten
 Function = Callable[..., tuple[Tensor, ...]]

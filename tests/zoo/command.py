@@ -179,8 +179,8 @@ def row_of(entry: Entry, result: Result) -> Row:
     rounding = entry.rounding.why if entry.rounding and result.error else ""
     why = "; ".join(filter(None, (entry.note, rounding)))
     breaks = str(result.breaks) if result.breaks >= 0 else "no graph"
-    share, error = percent(result.streamed), rounded_up(result.error)
-    cells = (entry.name, breaks, str(result.stages), share, error, "", why)
+    error = f"1e{math.ceil(math.log10(result.error))}" if result.error else "0"  # rounded up
+    cells = (entry.name, breaks, str(result.stages), percent(result.streamed), error, "", why)
     return dict(zip(COLUMNS, cells, strict=True))
 
 
@@ -192,11 +192,6 @@ def line(row: Row) -> str:
 def percent(share: float) -> str:
     """100 % only where it is all."""
     return f"{math.floor(share * 100)} %"
-
-
-def rounded_up(error: float) -> str:
-    """0, or the next power of ten."""
-    return "0" if error == 0 else f"1e{math.ceil(math.log10(error))}"
 
 
 def page(rows: Mapping[str, Row], written: Mapping[str, Row], versions: str) -> str:
