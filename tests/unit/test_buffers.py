@@ -112,17 +112,6 @@ def test_a_buffer_that_was_refused_takes_nothing_of_the_budget() -> None:
     assert len(budget.make(2**20, "a test", pin=False)) == 2**20
 
 
-@pytest.mark.gpu
-def test_late_locking_on_the_gpu() -> None:
-    buffer = HostBuffer(2**20, pin=False)
-    values = buffer.bytes(2**20)
-    values.fill_(7)
-    assert not values.is_pinned()
-    buffer.lock()
-    assert values.is_pinned()
-    assert bool(values.cuda(non_blocking=True).eq(7).all())
-
-
 MIB = 2**20
 
 

@@ -237,31 +237,24 @@ def test_as_many_are_started_as_somebody_asks_for(
             compile_pool.start(CPU)
 
 
-def test_a_process_ends_as_any_other_while_it_listens() -> None:
+@pytest.mark.parametrize(
+    ("sent", "wanted"), [(b"", 0), (b"c__main__\nOfTheUser\n.", -signal.SIGKILL)]
+)
+def test_a_process_that_listens_ends_as_any_other(sent: bytes, wanted: int) -> None:
+    """And when it cannot read what it gets, such as a class that is not there: whoever waits for
+    its answer would wait in vain."""
     script = (
         "import time\n"
         "from megacompile.beside.process import end_with_the_pipe\n"
         "end_with_the_pipe()\n"
-        "time.sleep(0.2)  # the thread reads\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
-        assert process.wait(60) == 0
-
-
-def test_a_process_ends_when_it_cannot_read_what_it_gets() -> None:
-    """Whoever waits for its answer would wait in vain."""
-    script = (
-        "import time\n"
-        "from megacompile.beside.process import end_with_the_pipe\n"
-        "end_with_the_pipe()\n"
-        "time.sleep(60)\n"
+        f"time.sleep({60 if sent else 0.2})  # the thread reads\n"
     )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin is not None
-        process.stdin.write(b"c__main__\nOfTheUser\n.")  # a class that is not there
+        process.stdin.write(sent)
         process.stdin.flush()
-        assert process.wait(50) == -signal.SIGKILL
+        assert process.wait(50) == wanted
 
 
 FOREVER = "exec sleep 1000"
