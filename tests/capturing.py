@@ -187,29 +187,19 @@ def _rounded(x: Tensor, config: Config) -> Tensor:
 
 
 class Whole(nn.Linear):
-    """A layer of that product. What is not given is an object of its own."""
+    """A layer of that product, with objects of its own."""
 
-    def __init__(self, width: int = 4, config: Config | None = None) -> None:
-        super().__init__(width, width, bias=False)
-        self.kernel = Kernel()
-        self.config = Config() if config is None else config
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.kernel, self.config = Kernel(), Config()
 
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = Product.apply(x, self.weight.t(), self.kernel, self.config)  # type: ignore[no-untyped-call]
         return x + product
 
 
-class Model(nn.Module):
-    """A first layer, some of these, and a head with the loss."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(Whole() for _ in range(layers))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
+def of_products() -> Net:
+    """Whose layers are four of these."""
+    net = Net(Net.chain)
+    net.layers = nn.ModuleList(Whole() for _ in range(4))
+    return net

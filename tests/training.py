@@ -88,6 +88,22 @@ def take_steps(model: nn.Module, optimizer: Any, steps: int, *, start: int = 0) 
         optimizer.step()
 
 
+def losses_of(
+    model: nn.Module, optimizer: Any, given: Iterable[Inputs], *, clip: float = 0.0
+) -> list[float]:
+    """Those of a step on each of these inputs; with `clip`, the largest norm of gradients."""
+    losses = []
+    for inputs in given:
+        loss = zoo.loss_of(model(**inputs))
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def through_file(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)

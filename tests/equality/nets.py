@@ -48,17 +48,15 @@ def from_config(name: str, **changes: Any) -> Any:
     grouped = {**small, "num_key_value_heads": 1}
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     gpt2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
-    made: dict[str, Callable[[], Any]] = {
-        "qwen2": lambda: transformers.Qwen2Config(**grouped),
-        "tied": lambda: transformers.Qwen2Config(**grouped, tie_word_embeddings=True),
-        "yarn": lambda: transformers.LlamaConfig(**small, rope_parameters=yarn),
-        "mixtral": lambda: transformers.MixtralConfig(**grouped, num_local_experts=2),
-        "mistral": lambda: transformers.MistralConfig(**grouped, sliding_window=8),
-        "gpt2": lambda: transformers.GPT2Config(**gpt2, n_positions=32),
-    }
-    config = made[name]()
-    config.update(changes)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    kind, given = {
+        "qwen2": (transformers.Qwen2Config, grouped),
+        "tied": (transformers.Qwen2Config, {**grouped, "tie_word_embeddings": True}),
+        "yarn": (transformers.LlamaConfig, {**small, "rope_parameters": yarn}),
+        "mixtral": (transformers.MixtralConfig, {**grouped, "num_local_experts": 2}),
+        "mistral": (transformers.MistralConfig, {**grouped, "sliding_window": 8}),
+        "gpt2": (transformers.GPT2Config, {**gpt2, "n_positions": 32}),
+    }[name]
+    return transformers.AutoModelForCausalLM.from_config(kind(**{**given, **changes}))
 
 
 @contextmanager

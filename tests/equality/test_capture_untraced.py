@@ -324,7 +324,7 @@ ROWS: dict[str, Row] = {
         3,
     ),
     "layers of a function that is left whole": Row(
-        capturing.Model, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
+        capturing.of_products, lambda: [(torch.linspace(-1, 1, 8).view(2, 4),)] * 2, 1, 3
     ),
 }
 

@@ -47,21 +47,10 @@ SAVED: dict[str, Any] = {"disk_saved": True, "activations": "offload"}
 Trained = tuple[Any, Any]
 
 
-class Layer(nn.Module):
-    """A base with an adapter beside it, in one bucket: of odd sizes, so that they share pages."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(width, 3, bias=False)
-        self.base = nn.Linear(width, width)
-        self.up = nn.Linear(3, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 67), *(Layer(67) for _ in range(3)), nn.Linear(67, 8))
+    """Bases with adapters beside them, in one bucket: of odd sizes, so that they share pages."""
+    layers = [nn.Sequential(quantized.Adapted(nn.Linear(67, 67)), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 67), *layers, nn.Linear(67, 8))
 
 
 def adapted(name: str) -> bool:

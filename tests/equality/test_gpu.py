@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megacompile import accumulate, megacompile
 from megacompile.ir.stream import Stream
 from tests import inside
+from tests.training import losses_of
 from tests.zoo import Block, Stack, Tower, batch, equal, stack, step
 
 pytestmark = pytest.mark.gpu
@@ -279,15 +280,8 @@ def test_device_memory_does_not_grow_from_step_to_step() -> None:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> list[float]:
     """Losses of six steps; the updates overlap with the next forward."""
-    losses = []
-    for k in range(6):
-        loss = step(model, {name: x.cuda() for name, x in batch(k).items()})
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    inputs = [on_gpu(batch(k)) for k in range(6)]
+    return losses_of(model, optimizer, inputs, clip=0.05 if clip else 0.0)
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])

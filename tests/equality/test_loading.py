@@ -26,6 +26,7 @@ from tests import inside
 from tests.checkpoints import Net, ids, on_meta, saved, values
 from tests.equality.nets import Applies, from_config
 from tests.processes import python
+from tests.training import losses_of
 from tests.zoo import unlike
 
 pytest.importorskip("safetensors")
@@ -42,16 +43,8 @@ def plain() -> Net:
 
 
 def steps(model: nn.Module, batch: torch.Tensor | None = None) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters())
-    batch = ids() if batch is None else batch
-    losses = []
-    for _ in range(3):
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    given = {"ids": ids() if batch is None else batch}
+    return losses_of(model, torch.optim.AdamW(model.parameters()), [given] * 3)
 
 
 def loaded(checkpoint: Any, make: Any = Net, **options: Any) -> Any:

@@ -27,6 +27,7 @@ from megacompile import (
     unmegacompile,
 )
 from tests import inside
+from tests.equality.nets import Applies
 from tests.zoo import Tower
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
@@ -35,21 +36,16 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="scratch files are fo
 LAYERS, WIDTH = 24, 64
 
 
-class Layer(nn.Module):
+def layer(base: bool) -> Applies:
     """A base with a trained vector in the middle of it."""
-
-    def __init__(self, base: bool) -> None:
-        super().__init__()
-        self.up, self.down = (nn.Linear(WIDTH, WIDTH).requires_grad_(base) for _ in range(2))
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu() + self.shift)
+    up, down = (nn.Linear(WIDTH, WIDTH).requires_grad_(base) for _ in range(2))
+    parts: dict[str, Any] = {"up": up, "down": down, "shift": nn.Parameter(torch.zeros(WIDTH))}
+    return Applies(lambda m, x: x + m.down(m.up(x).relu() + m.shift), **parts)
 
 
 def made(*, base: bool) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(base) for _ in range(LAYERS)))
+    return nn.Sequential(*(layer(base) for _ in range(LAYERS)))
 
 
 def size_of(model: nn.Module) -> int:

@@ -27,14 +27,6 @@ CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 
 
-class Breaks(nn.Module):
-    """The identity, behind a graph break."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return x
-
-
 def language(*, dropout: float = 0.0, frozen: int = 0, tied: bool = False) -> Any:
     layers = [zoo.Block(dropout=dropout) for _ in range(3)]
     model = zoo.Language(64, zoo.WIDTH, layers, tied=tied)
@@ -70,10 +62,13 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
         lambda: train_lm.GPT(layers=3, width=32, heads=2, context=12),
         lambda model, words: model(words, words.roll(-1, 1))[1],
     ),
-    "hf qwen2": (lambda: zoo.hf_qwen2(**QWEN2, tie_word_embeddings=False), own_words),
+    "hf qwen2": (lambda: from_config("qwen2", **QWEN2), own_words),
     "hf gpt2": (lambda: from_config("gpt2", n_embd=32, n_layer=3), own_words),
     "batch norm": (lambda: zoo.batchnorm()[0], of_floats),
-    "graph break": (lambda: with_more(Breaks(), zoo.Block()), of_words),
+    "graph break": (
+        lambda: with_more(Applies(lambda _, x: zoo._break(1, x)), zoo.Block()),
+        of_words,
+    ),
     "tied": (lambda: language(tied=True), of_words),
     "shared layer": (lambda: with_more(1, 0), of_words),
     "frozen half": (lambda: language(frozen=2), of_words),

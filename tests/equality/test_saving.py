@@ -20,7 +20,7 @@ from torch import nn
 
 from megacompile import CheckpointError, megacompile, save
 from tests.checkpoints import Net, ids, on_meta, values
-from tests.equality.nets import from_config
+from tests.equality.nets import Applies, from_config
 from tests.zoo import unlike
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -218,27 +218,20 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(tmp_path) == there and unlike(values(model), read(tmp_path)) == []
 
 
-pytest.importorskip("safetensors")
-
 DEEP = "[" * 100_000
 INDEX = "model.safetensors.index.json"
 
 
-class Pair(nn.Module):
-    """Of the tensors in the file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(1))
-        self.register_buffer("b", torch.zeros(4, dtype=torch.int64))
+def pair() -> Any:
+    """A model of the tensors in the file."""
+    params = {"a": nn.Parameter(torch.ones(2, 3)), "c": nn.Parameter(torch.ones(1))}
+    return Applies(lambda m: m, **params, b=torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    from safetensors.torch import save_file
-
     path = tmp_path / "model.safetensors"
-    save_file(Pair().state_dict(), str(path), {"format": "pt"})
+    safetensors.save_file(pair().state_dict(), str(path), {"format": "pt"})
     return path
 
 
@@ -259,13 +252,13 @@ def text(value: Any) -> bytes:
 def reads(path: Path) -> bool:
     """Is a checkpoint read, whole? Else it is refused in a line that names the folder."""
     with torch.device("meta"):
-        model = Pair()
+        model = pair()
     try:
         megacompile(model, device="cpu", checkpoint=path)
     except CheckpointError as error:
         assert str(path.parent) in str(error) and len(str(error)) < 100_000, error
         return False
-    assert all(map(torch.equal, model.state_dict().values(), Pair().state_dict().values()))
+    assert all(map(torch.equal, model.state_dict().values(), pair().state_dict().values()))
     return True
 
 

@@ -23,6 +23,7 @@ from megacompile.errors import ModelError
 from tests import inside
 from tests.equality.nets import Applies, assert_alike, in_a_row, said, trained
 from tests.inside import buckets
+from tests.training import losses_of
 from tests.zoo import (
     WIDTH,
     assert_same,
@@ -210,12 +211,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def trains(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    for _ in range(2):
-        loss = model(torch.ones(2, 4))
-        loss.backward()  # and the loss lives until the next one
-        optimizer.step()
-        optimizer.zero_grad()
+    losses_of(model, torch.optim.SGD(params, lr=0.1), [{"x": torch.ones(2, 4)}] * 2)
 
 
 @pytest.mark.parametrize("kind", VIEWS)

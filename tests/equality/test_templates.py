@@ -20,6 +20,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Code, Stage
 from tests import inside
 from tests.capturing import Net
+from tests.equality.nets import Applies
 from tests.zoo import assert_same, batch, batchnorm, step, twins
 
 X = torch.linspace(-1, 1, 64 * 4).view(64, 4)
@@ -83,21 +84,16 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-class Pairs(nn.Module):
-    """Layers in threes: of the first function of a pair, of the same, and of the other one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions = [f for one, other in PAIRS.values() for f in (one, one, other)]
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in self.functions)
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = zip(self.functions, self.layers, strict=True)
-        return torch.stack([function(layer(x)).float().sum() for function, layer in layers]).sum()
+def in_threes(m: Any, x: Tensor) -> Tensor:
+    layers = zip(m.functions, m.layers, strict=True)
+    return torch.stack([function(layer(x)).float().sum() for function, layer in layers]).sum()
 
 
 def test_stages_share_a_template_where_nothing_changes_the_numbers() -> None:
-    stages = trained(Pairs()).stages
+    """Of the first function of a pair, of the same, and of the other one."""
+    functions = [f for one, other in PAIRS.values() for f in (one, one, other)]
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in functions)
+    stages = trained(Applies(in_threes, functions=functions, layers=layers)).stages
     assert len(stages) >= 3 * len(PAIRS)
     for k, what in enumerate(PAIRS):
         one, same, other = (stages[3 * k + i].traced for i in range(3))

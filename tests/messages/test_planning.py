@@ -27,13 +27,6 @@ from tests.messages.said import assert_says
 from tests.zoo import WIDTH, batch, stack
 
 
-class Meta(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.other = nn.Parameter(torch.empty(2, 2, device="meta"))
-
-
 class Stray(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,10 +120,6 @@ def double_backward() -> None:
     torch.autograd.grad(on_cpu()(x, inputs["y"]), x, create_graph=True)
 
 
-def no_cuda(device: Any) -> Any:
-    return megacompile(nn.Linear(2, 2), device=device)
-
-
 ORDINARY = (
     "needed an ordinary dense tensor, or a quantized one of torchao or bitsandbytes; call "
     "megacompile() before quantizing, or dequantize it; for a DTensor, use param.full_tensor() "
@@ -149,8 +138,9 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a lazy module": (lambda: megacompile(nn.LazyLinear(2)), ModelError,
      "megacompile(): parameter LazyLinear.weight is not initialized yet; call the model once "
      "first"),
-    "a tensor on meta": (lambda: on_cpu(Meta()), ModelError,
-     "megacompile(): 1 tensors of Meta were on meta and get no values: other; needed a "
+    "a tensor on meta": (
+     lambda: on_cpu(with_parameter(torch.empty(2, device="meta"))), ModelError,
+     "megacompile(): 1 tensors of Linear were on meta and get no values: extra; needed a "
      "checkpoint that has them (checkpoint=), or code that initializes them; give its module a "
      "reset_parameters() that writes all of it; or build it in memory (with torch.device('cpu'):) "
      "before megacompile()"),
@@ -195,7 +185,7 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
      "(Stack.layers.1.norm.weight there), and a parameter has one owner; megacompile one module "
      "that has both and calls them, give one of them a copy of the parameter, or call "
      "megacompile.unmegacompile() on the other model"),
-    "no CUDA device": (lambda: no_cuda("cuda"), OptionError,
+    "no CUDA device": (lambda: megacompile(nn.Linear(2, 2), device="cuda"), OptionError,
      "megacompile(): got device='cuda', but this machine has no CUDA device "
      "(torch.cuda.is_available() is False); use device='cpu' or leave it out"),
     "host memory for the parameters": (
@@ -285,11 +275,6 @@ class InALoop(Breaks):
         return self.b(x)
 
 
-def thrice(model: Any) -> None:
-    for _ in range(3):
-        model(X)
-
-
 def moved() -> None:
     model = on_cpu()
     assert model.to("cpu") is model and model.cpu().float() is model, "says nothing"
@@ -299,7 +284,7 @@ def moved() -> None:
 
 
 WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a graph break": (lambda: thrice(on_cpu(Breaks())),
+    "a graph break": (lambda: [*map(on_cpu(Breaks()), [X] * 3)],
      "megacompile: {} (in_eager) runs in eager mode and fetches 1 of 2 parameters (256 B of 1 "
      "KiB, 25 %) at each use, unless they are on the device (slower, same numbers; shown once): "
      "a graph break at {} (forward): {}; TORCH_LOGS=graph_breaks shows more"),

@@ -227,16 +227,10 @@ def test_a_hazard_is_explained_and_marked_in_the_table() -> None:
     assert lines[6] == "  ... and 3 more"
 
 
-class _Root(nn.Module):
+def root() -> Applies:
     """Its gain's gradient is inf at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.gain = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x) * self.gain.sqrt()
+    layers = {"linear": nn.Linear(16, 16), "gain": nn.Parameter(torch.ones(16))}
+    return Applies(lambda m, x: x + m.linear(x) * m.gain.sqrt(), **layers)
 
 
 ON_A_MODEL = (schedules, updates, explain, trace, full_parameters, unmegacompile)
@@ -251,7 +245,7 @@ ANOMALIES = {  # (gain, factor of the loss) -> what is said
 
 def test_an_anomaly_is_traced_to_its_stage() -> None:
     torch.manual_seed(0)
-    model: Any = Stack(layers=3, block=_Root)
+    model: Any = Stack(layers=3, block=root)
     megacompile(model, device="cpu", lowering="eager", detect_anomaly=True)
     for (gain, factor), wanted in ANOMALIES.items():
         with torch.no_grad():

@@ -25,9 +25,8 @@ from megacompile.ir.stages import Code
 from tests import inside, zoo
 from tests.capturing import Counting, Net, capture, differentiated
 from tests.equality import cells
-from tests.equality.nets import Applies
+from tests.equality.nets import Applies, from_config
 from tests.planned import passed, rows
-from tests.zoo import hf_qwen2
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -313,7 +312,7 @@ def test_returned_logits_are_returned() -> None:
 
 def test_a_model_of_transformers() -> None:
     """Its loss alone, of a mean, or divided by a count that Trainer gives as a tensor."""
-    inner = hf_qwen2(vocab_size=CLASSES, tie_word_embeddings=True)
+    inner = from_config("tied", _attn_implementation="eager")
 
     def loss(m: Any, ids: Tensor, **options: Any) -> Tensor:
         return m.model(input_ids=ids, labels=ids, **options).loss

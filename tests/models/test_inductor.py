@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from megacompile import explain, megacompile, schedules
 from megacompile.ir import ops
 from tests import inside
-from tests.equality.nets import in_a_row
-from tests.zoo import assert_same, equal, hf_qwen2, twins
+from tests.equality.nets import Applies, from_config, in_a_row
+from tests.zoo import assert_same, equal, twins
 
 pytestmark = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="no C++ compiler here")
 cudnn_batch_norm: Any = torch.cudnn_batch_norm
@@ -35,26 +35,21 @@ def assert_gradients_close(plain: nn.Module, streamed: nn.Module, places: float 
         torch.testing.assert_close(theirs.grad, mine.grad, rtol=places, atol=places)
 
 
-class Annealed(nn.Module):
+def annealed(m: Any, x: Tensor, temperature: float, weight: float, step: int) -> Tensor:
     """A size that is an expression, a temperature, a weight of a loss, and a counted scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor, temperature: float, weight: float, step: int) -> Tensor:
-        h = (self.layer(x) * temperature).tanh() + x * (1 / (step + 4))
-        h = torch.where(h > temperature - 1, h, -weight) * (1 - weight) + x * weight
-        h = h.view(x.shape[0] * 2, 4).relu().view(x.shape)
-        penalty = (h.square() + 0.1).mean() * weight
-        labels = torch.arange(x.shape[0]) % 4
-        return F.cross_entropy(h.float() / temperature, labels) + penalty
+    h = (m.layer(x) * temperature).tanh() + x * (1 / (step + 4))
+    h = torch.where(h > temperature - 1, h, -weight) * (1 - weight) + x * weight
+    h = h.view(x.shape[0] * 2, 4).relu().view(x.shape)
+    penalty = (h.square() + 0.1).mean() * weight
+    labels = torch.arange(x.shape[0]) % 4
+    return F.cross_entropy(h.float() / temperature, labels) + penalty
 
 
 def test_sizes_and_floats_are_compiled_once() -> None:
     """At most three times: as they were first, with symbols for what has changed, and for all."""
     torch.manual_seed(0)
-    plain, streamed = twins(Annealed(), **OPTIONS)
+    layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+    plain, streamed = twins(Applies(annealed, layer=layer), **OPTIONS)
     counts = []
     for k, rows in enumerate((4, 4, 6, 9, 33, 5)):
         x = torch.linspace(-1, 1, rows * 8).view(rows, 8).bfloat16()
@@ -148,7 +143,7 @@ def test_a_language_model_learns_the_same(
 
     def made() -> Any:
         torch.manual_seed(0)
-        model: Any = hf_qwen2(**SIZES, **HEADS, attn_implementation="sdpa").train()
+        model: Any = from_config("qwen2", **SIZES, **HEADS, _attn_implementation="sdpa")
         if checkpoints:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model.to(device)
@@ -214,21 +209,11 @@ def test_odd_operators() -> None:
     assert type(caught.value) is RuntimeError
 
 
-class Pair(nn.Module):
-    """Gives what two stages of it compute; a norm aside, whose output nobody reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-            for _ in range(2)
-        )
-        self.aside = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.layers[0](x)
-        self.aside(half)
-        return half, self.layers[1](half)
+def halves(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What two stages compute; a norm aside, whose output nobody reads."""
+    half = m.layers[0](x)
+    m.aside(half)
+    return half, m.layers[1](half)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -237,7 +222,9 @@ class Pair(nn.Module):
 def test_no_backward_takes_statistics(lowering: str, activations: str, device: str) -> None:
     """So no copy of them is made, and a backward for other outputs than was guessed is right."""
     torch.manual_seed(0)
-    plain = Pair().to(device)
+    parts = [[nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()] for _ in range(2)]
+    layers = nn.ModuleList(nn.Sequential(*each) for each in parts)
+    plain = Applies(halves, layers=layers, aside=nn.BatchNorm2d(4)).to(device)
     options: dict[str, Any] = {"lowering": lowering, "activations": activations}
     options |= {"device": device, "resident": 0}
     streamed = megacompile(copy.deepcopy(plain), progress=False, **options)

@@ -19,8 +19,10 @@ from torch import nn
 from megacompile import megacompile, schedules
 from tests import inside, quantized
 from tests.draws import drawn
+from tests.equality.nets import from_config
 from tests.quantized import Quantize
-from tests.zoo import hf_qwen2, tokens
+from tests.training import losses_of
+from tests.zoo import tokens
 
 Make = Callable[[], Quantize]
 IDS = torch.arange(16).view(2, 8)
@@ -131,7 +133,7 @@ def peft_model(folder: Path | None = None) -> Any:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    base = hf_qwen2(**sizes, **heads, attn_implementation="sdpa").to(torch.bfloat16).train()
+    base = from_config("qwen2", **sizes, **heads, _attn_implementation="sdpa").to(torch.bfloat16)
     for layer in base.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, child in list(parent.named_children()):
@@ -146,14 +148,7 @@ def peft_model(folder: Path | None = None) -> Any:
 
 def losses(made: Any, steps: int = 3) -> list[float]:
     optimizer = torch.optim.AdamW([p for p in made.parameters() if p.requires_grad], lr=1e-2)
-    found = []
-    for k in range(steps):
-        loss = made(**tokens(k)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return losses_of(made, optimizer, map(tokens, range(steps)))
 
 
 def test_qlora_with_peft(tmp_path: Path) -> None:

@@ -27,23 +27,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megacompile as package
 from megacompile import megacompile
+from tests.zoo import Tower
 
 MOST_S = 300.0  # a rank that has not ended by then is killed
 AGES = 1000.0  # seconds that nobody waits
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            gate, up = layer.children()
-            x = x + torch.tanh(gate(x)) * up(x)
-        return x.square().mean()
+def net() -> Any:
+    layers = (nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2)) for _ in range(2))
+    way: Any = lambda layer, x: x + torch.tanh(layer[0](x)) * layer[1](x)  # noqa: E731
+    return Tower(layers, way)
 
 
 class Loop:
@@ -53,7 +46,7 @@ class Loop:
         self.rank = rank
         mesh = init_device_mesh("cpu", (world,))
         torch.manual_seed(0)
-        self.model: Any = Net()
+        self.model = net()
         megacompile(self.model, mesh=mesh, device="cpu", lowering="eager", resident=0, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
@@ -155,20 +148,20 @@ class Fault:
     always: bool = False
 
 
-WAITS = r"rank {rank} waits in \S+ALL_GATHER@\d of .* of the forward of Net for rank "
+WAITS = r"rank {rank} waits in \S+ALL_GATHER@\d of .* of the forward of Tower for rank "
 SILENT = "which has sent no sign of life for 30 s"
 FAULTS = (
     Fault(is_killed, "none", WAITS + f"2, {SILENT}", ranks=3, always=True),
     Fault(is_killed_with_the_store, "RankError", "store .* does not answer"),
     Fault(finds_nan, "AnomalyError", r"rank 1, which raised AnomalyError: .* of", always=True),
-    Fault(saves_alone, "RankError", r"(save\(\) of Net .* rank 0|forward of Net .* rank 1)"),
+    Fault(saves_alone, "RankError", r"(save\(\) of Tower .* rank 0|forward of Tower .* rank 1)"),
     Fault(is_stopped, "none", WAITS + f"1, {SILENT}"),
     Fault(exits, "SystemExit", WAITS + r"1, which has ended \(its script ended\), after the"),
     Fault(all_are_interrupted, "KeyboardInterrupt", "", always=True),
     Fault(
         evaluates,
         "RankError",
-        r"the (forward of Net .* rank \d the back|backward of Net .* rank \d the for)ward",
+        r"the (forward of Tower .* rank \d the back|backward of Tower .* rank \d the for)ward",
         always=True,
     ),
     Fault(freezes_another, "RankError", r"layers\.1\.\d\.weight\) in rank \d and", always=True),
@@ -247,7 +240,7 @@ def run(folder: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
 def main(folder: Path, *names: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    model = megacompile(Net(), device="cpu")  # imports what takes long
+    model = megacompile(net(), device="cpu")  # imports what takes long
     model(torch.ones(2, 8)).backward()
     torch.optim.AdamW(model.parameters()).step()
     (folder / "found.json").write_text(json.dumps(run(folder, [*names])))

@@ -16,50 +16,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from megacompile import accumulate, megacompile, released
+from tests.equality.nets import Applies
 from tests.ranks.here import Check, Here, Values, contents, differing, same_in_all, whole
+from tests.zoo import Language, Tower
 
 WORDS = 11
 WIDTH = 8
 
 
-class Words(nn.Module):
+class Words(Language):
     """A language model whose parameters have rows that no number of ranks divides."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(WIDTH, 13), nn.GELU(), nn.Linear(13, WIDTH), nn.LayerNorm(WIDTH)
-            )
-            for _ in range(2)
-        )
+    def __init__(self, *, tied: bool = False) -> None:
+        inner = [[nn.Linear(WIDTH, 13), nn.GELU(), nn.Linear(13, WIDTH)] for _ in range(2)]
+        layers = (nn.Sequential(*each, nn.LayerNorm(WIDTH)) for each in inner)
+        super().__init__(WORDS, WIDTH, layers)
         self.head = nn.Linear(WIDTH, WORDS)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def batch(self, generator: torch.Generator) -> Tensor:
         return torch.randint(0, WORDS, (2, 5), generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.embed(x)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        logits = self.head(hidden).flatten(0, 1)
-        if logits.dtype == torch.bfloat16:
-            logits = logits.float()
-        return functional.cross_entropy(logits, x.flatten())
 
-
-class Tied(Words):
+def tied() -> Words:
     """Its head is its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embed.weight
+    return Words(tied=True)
 
 
 class Frozen(Words):
@@ -78,21 +64,10 @@ class Adapted(Words):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
-        for i, layer in enumerate(self.layers):
-            self.layers[i] = nn.Sequential(layer, Adapter(WIDTH))
-
-
-class Adapter(nn.Module):
-    """Adds a product of two thin matrices; one of them has fewer rows than there are ranks."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(width, 3, bias=False)
-        self.up = nn.Linear(3, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        up: Tensor = self.up(self.down(x))
-        return x + up
+        for i, layer in enumerate(self.layers):  # one matrix has fewer rows than there are ranks
+            down, up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+            adapter = Applies(lambda m, x: x + m.up(m.down(x)), down=down, up=up)
+            self.layers[i] = nn.Sequential(layer, adapter)
 
 
 class Odd(nn.Module):
@@ -116,38 +91,28 @@ class Odd(nn.Module):
         return mixed.square().mean()
 
 
-class Convolutions(nn.Module):
+class Convolutions(Tower):
     """Convolutions in channels_last."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        layers = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        super().__init__(layers, lambda layer, x: torch.tanh(layer(x)))
         for layer in self.layers:
             layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def batch(self, generator: torch.Generator) -> Tensor:
         return torch.randn(2, 3, 6, 6, generator=generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return (x - 0.3).square().mean()
 
-
-class Wide(nn.Module):
+class Wide(Tower):
     """Parameters that are large enough for states in 8 bits."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(71, 71) for _ in range(3))
+        layers = (nn.Linear(71, 71) for _ in range(3))
+        super().__init__(layers, lambda layer, x: x + torch.tanh(layer(x)))
 
     def batch(self, generator: torch.Generator) -> Tensor:
         return torch.randn(8, 71, generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return (x - 1.0).square().mean()
 
 
 STEPS = 3
@@ -348,7 +313,7 @@ TWO: dict[str, Mode] = {
         Wide, {**NARROW, "disk": DISK}, in_backward=True, near=ROUGH
     ),
     "resident in one, in the backward": Mode(
-        Tied, {"resident": HERE, "lookahead": 1}, in_backward=True, micro=2
+        tied, {"resident": HERE, "lookahead": 1}, in_backward=True, micro=2
     ),
     "resident adapters, somebody's optimizer": Mode(
         Adapted, {"resident": "all"}, averaging, dtype=torch.float64
@@ -374,7 +339,7 @@ NUMBERS: dict[str, Mode] = {
         options={"resident": HERE, "compute_dtype": torch.bfloat16}, in_backward=True, near=ROUGH
     ),
     "muon": Mode(optimizer=muon, near=ROUGH),
-    "adagrad, recomputed": Mode(Tied, {"activations": "recompute", "disk": DISK}, adagrad, micro=2),
+    "adagrad, recomputed": Mode(tied, {"activations": "recompute", "disk": DISK}, adagrad, micro=2),
     "convolutions, offloaded": Mode(  # kernels go by alignment
         Convolutions, {"activations": "offload", "resident": "all"}, sgd, near=1e-5
     ),
@@ -395,7 +360,7 @@ REPLICATED: dict[str, Mode] = {
         Wide, {**NARROW, "resident": "all"}, micro=2, in_backward=True, near=ROUGH
     ),
     "resident in one, in the backward": Mode(
-        Tied, {"resident": HERE, "lookahead": 1}, micro=2, in_backward=True, dtype=torch.float64
+        tied, {"resident": HERE, "lookahead": 1}, micro=2, in_backward=True, dtype=torch.float64
     ),
     "adapters, in the backward": Mode(Adapted, micro=2, in_backward=True),
 }

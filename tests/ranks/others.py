@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megacompile import megacompile, schedules
+from tests.equality.nets import from_config
 from tests.ranks.here import Check, Here, Values, differing, same_in_all, whole
 
 STEPS, SAVED = 4, 2
@@ -91,19 +92,7 @@ class Normed(Classifier):
 
 def tied() -> Any:
     """A language model whose head is its embedding, and which has buffers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=33,  # which two ranks divide unequally
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return Qwen2ForCausalLM(config)
+    return from_config("tied", vocab_size=33)  # which two ranks divide unequally
 
 
 def is_shared(model: nn.Module) -> bool:

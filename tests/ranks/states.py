@@ -25,6 +25,7 @@ import megacompile as package
 from megacompile import megacompile, unmegacompile
 from megacompile.errors import CheckpointError, HostMemoryError, ModelError, OptionError
 from tests.ranks.here import Check, Here, Values, contents, differing, whole
+from tests.zoo import Language
 
 STEPS = 2
 SHARD = 30_000  # bytes of a file: there are several
@@ -118,14 +119,6 @@ def little_disk(here: Here) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """The system says that nearly nothing is free."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-        yield
-
-
 def saves_that_fail(here: Here) -> None:
     """What one rank cannot do is an ordinary error in all, and they may go on."""
     model, optimizer = shared(here)
@@ -190,7 +183,8 @@ def one_saves(here: Here) -> None:
     assert not differing(contents(other, resumed), contents(model, optimizer))
     with pytest.raises(Exception, match="Parent directory" if first else "in saving Tied"):
         accelerator.save_state(here.folder / "no" / "file")
-    with pytest.raises(HostMemoryError), little_memory():
+    with pytest.raises(HostMemoryError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
         accelerator.save_state(file)
 
 
@@ -242,16 +236,11 @@ def _set(model: nn.Module, optimizer: Optimizer, found: dict[str, Any], **option
     dcp_states.set_optimizer_state_dict(model, optimizer, found["optimizer"], **options)
 
 
-class Large(nn.Module):
-    """Some 60 MB: layers between an embedding and the head that is tied to it, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8191, 512)  # rows of which two ranks have unequal parts
-        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(40))
-        self.head = nn.Linear(512, 8191, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("mean", torch.arange(5.0))
+def large() -> Any:
+    """Some 60 MB, and a buffer; the ranks have unequal parts of the rows of the embedding."""
+    model = Language(8191, 512, (nn.Linear(512, 512) for _ in range(40)), tied=True)
+    model.register_buffer("mean", torch.arange(5.0))
+    return model
 
 
 def memory_bytes(what: str) -> int:
@@ -274,7 +263,7 @@ def rows_of_a_checkpoint(here: Here) -> None:
     """Of a model on meta each rank reads its rows, and the host holds one model; when they save
     it, it holds a tensor more, not another one."""
     torch.manual_seed(0)
-    plain = Large()
+    plain = large()
     size = sum(param.nbytes for param in plain.parameters())
     if here.rank == 0:
         package.save(plain, here.folder / "large", max_shard_size="20MB")
@@ -282,12 +271,12 @@ def rows_of_a_checkpoint(here: Here) -> None:
     dist.barrier()
     megacompile(nn.Linear(4, 4), mesh=here.mesh, device="cpu")  # what is imported late
     with torch.device("meta"):
-        model = Large()
+        model = large()
     with at_most(0.6 * size):
         megacompile(model, mesh=here.mesh, device="cpu", checkpoint=here.folder / "large")
     with at_most(0.85 * size):
         package.save(model, here.folder / "large again", max_shard_size="20MB")
-    assert model.head.weight is model.embedding.weight
+    assert model.head.weight is model.embed.weight
     assert {type(param).__name__ for param in model.parameters()} == {"DTensor"}
     ours: Values = {name: whole(value) for name, value in model.state_dict().items()}
     assert not differing(ours, plain.state_dict())

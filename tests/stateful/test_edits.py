@@ -143,11 +143,6 @@ class Converted(nn.Linear):
         return super().forward(x) * 2
 
 
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x.t()
-
-
 def inject(model: Any) -> None:
     for layer in model.layers:
         layer.a = Adapter(layer.a)
@@ -206,7 +201,9 @@ CHANGES: dict[str, list[Callable[[Any], object]]] = {
     # a graph that was captured before has two inputs where there is one parameter now
     "tied and untied": [*TIED, AGAIN, untie, AGAIN],
     "parametrized": [
-        lambda m: parametrize.register_parametrization(m.layers[1].a, "weight", Symmetric()),
+        lambda m: parametrize.register_parametrization(
+            m.layers[1].a, "weight", Applies(lambda _, w: w + w.t())
+        ),
         lambda m: parametrize.remove_parametrizations(m.layers[1].a, "weight"),
     ],
     "adapters": [inject, merge],
@@ -242,19 +239,6 @@ def test_edits_are_seen(name: str) -> None:
     assert_steps_same(plain, model, inputs)
 
 
-class Adapted(nn.Module):
-    """With a bypass."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        torch.manual_seed(1)
-        self.adapter = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.adapter(x)
-
-
 def test_a_module_that_the_optimizer_of_the_backward_does_not_know() -> None:
     """It is refused until it is frozen, or added."""
     plain: Any = Stack(between=zoo._break)
@@ -269,7 +253,9 @@ def test_a_module_that_the_optimizer_of_the_backward_does_not_know() -> None:
 
     steps(0)
     for each in (plain, model):
-        each.layers[1] = Adapted(each.layers[1])
+        torch.manual_seed(1)
+        layers = {"inner": each.layers[1], "adapter": nn.Linear(WIDTH, WIDTH)}
+        each.layers[1] = Applies(lambda m, x: m.inner(x) + m.adapter(x), **layers)
     before = [p.detach().clone() for p in model.parameters()]
     optimizers[1].zero_grad()
     with pytest.raises(OptimizerError):

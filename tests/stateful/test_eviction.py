@@ -9,11 +9,12 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import megacompile, schedules
 from tests import inside
+from tests.equality.nets import in_a_row
 from tests.zoo import assert_same, twins
 
 FEW = 3
@@ -24,18 +25,15 @@ class Config:
     """What a model's options stand in."""
 
 
-class Tiny(nn.Module):
+def guarded(m: Any, x: Tensor) -> Tensor:
     """Dynamo guards on attributes that are not there."""
+    if hasattr(m.config, "scale") or hasattr(m.first, "scale"):
+        x = x * 2
+    return m.last(m.first(x).tanh()).square().mean()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.config = Config()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self.config, "scale") or hasattr(self.first, "scale"):
-            x = x * 2
-        return self.last(self.first(x).tanh()).square().mean()
+def tiny() -> Any:
+    return in_a_row(guarded, config=Config())
 
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
@@ -64,7 +62,7 @@ def run(model: Any, kinds: range) -> None:
 
 
 def test_programs_that_are_not_used_any_more_go() -> None:
-    plain, model = twins(Tiny())
+    plain, model = twins(tiny())
     run(model, range(1))
     (graph,) = inside.graphs(model)
     graph.most = FEW
@@ -119,7 +117,7 @@ def growth(one: Callable[[], object]) -> float:
 
 def test_a_model_that_is_gone_leaves_nothing() -> None:
     def one() -> list[Any]:
-        model: Any = megacompile(Tiny(), device="cpu", lowering="eager")
+        model: Any = megacompile(tiny(), device="cpu", lowering="eager")
         model(X).backward()
         held: Any = inside.streamed(model)
         return [
@@ -133,7 +131,7 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         ]
 
     def compiled() -> None:
-        model = Tiny()
+        model = tiny()
 
         def call() -> Any:
             return model(X)

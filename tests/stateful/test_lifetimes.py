@@ -24,11 +24,11 @@ from megacompile import full_parameters, megacompile, released, unmegacompile
 from megacompile.errors import BackwardError, DeviceMemoryError, HostMemoryError, ModelError
 from tests import inside
 from tests.device_bytes import device_bytes
-from tests.equality.nets import Applies
+from tests.equality.nets import Applies, from_config
 from tests.interrupts import is_ours, profiled, traced
 from tests.stateful.late import AtCall, late
-from tests.training import take_steps
-from tests.zoo import Stack, assert_same, batch, equal, stack, step, tied, twins
+from tests.training import losses_of, take_steps
+from tests.zoo import Stack, assert_same, batch, equal, stack, step, tied, tokens, twins
 
 
 def two(encoder: nn.Module | None = None) -> Any:
@@ -232,9 +232,9 @@ def test_the_copy_that_the_model_computes_in() -> None:
 
 def test_names_behind_peft() -> None:
     peft = pytest.importorskip("peft")
-    from tests.zoo import hf_qwen2, tokens
-
-    base = hf_qwen2(vocab_size=64)
+    torch.manual_seed(0)
+    base = from_config("qwen2", _attn_implementation="eager")
+    engine = copy.deepcopy(base)
     names = {name for name, _ in base.named_parameters()}
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
@@ -242,10 +242,7 @@ def test_names_behind_peft() -> None:
     model = megacompile(peft.get_peft_model(base, config), device="cpu", lowering="eager")
     inputs = tokens()
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    for _ in range(2):
-        model(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses_of(model, optimizer, [inputs] * 2)
     with pytest.raises(ModelError):
         full_parameters(model)
     want = model(**inputs).logits.detach()
@@ -253,7 +250,6 @@ def test_names_behind_peft() -> None:
     found = dict(full_parameters(model))
     model.unmerge_adapter()
     assert names <= set(found) | {"lm_head.weight", "model.embed_tokens.weight"}
-    engine = hf_qwen2(vocab_size=64)
     engine.load_state_dict(found, strict=False)
     assert torch.allclose(engine(**inputs).logits, want, atol=1e-5)
 

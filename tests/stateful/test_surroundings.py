@@ -25,7 +25,7 @@ from tests import inside
 from tests.equality.nets import Applies
 from tests.processes import CHILD_LIMIT_S, in_child, in_threads, python, trains_in_a_child
 from tests.stateful.late import late
-from tests.training import take_steps
+from tests.training import losses_of, take_steps
 from tests.zoo import Inputs, assert_close, assert_same, equal, stack, stacks, twins
 
 THREADS = 3
@@ -34,16 +34,8 @@ needs_compiler = pytest.mark.skipif(not inside.has_cpp_compiler(), reason="needs
 
 
 def train(model: nn.Module, inputs: Inputs, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(steps):
-        loss = model(**inputs)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    return losses_of(model, optimizer, [inputs] * steps, clip=0.1)
 
 
 def test_default_device() -> None:

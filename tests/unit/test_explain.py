@@ -31,28 +31,16 @@ from tests.draws import drawn
 from tests.edits import find
 from tests.equality.nets import Applies
 from tests.planned import EVERYTHING, SPECS, built, planned, rows
-from tests.zoo import Stack, scheduled
+from tests.zoo import Stack, Tower, scheduled
 
 WIDTH, TOKENS = 64, 32
 
 
-class Net(nn.Module):
+def net() -> Tower:
     """Equal layers between two others."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(depth)
-        )
-        self.last = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = x + layer(x)
-        return self.last(x).square().mean()
+    equal = [[nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)] for _ in "123"]
+    layers = [nn.Linear(8, WIDTH), *(nn.Sequential(*each) for each in equal), nn.Linear(WIDTH, 8)]
+    return Tower(layers, lambda of, x: of(x) + x if isinstance(of, nn.Sequential) else of(x))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -61,8 +49,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def trained(**options: Any) -> tuple[Net, torch.optim.Optimizer]:
-    model = mc.megacompile(Net(), device="cpu", progress=False, **options)
+def trained(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = mc.megacompile(net(), device="cpu", progress=False, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     return model, optimizer
@@ -144,7 +132,7 @@ def test_a_streamed_model() -> None:
     del trace
     assert mc.explain(model, changes=False).traced_step_s is None
     assert mc.schedules(model)[0] is schedule, "other plans leave the model as it is"
-    model = mc.megacompile(Net(), device="cpu", progress=False)
+    model = mc.megacompile(net(), device="cpu", progress=False)
     with torch.no_grad():
         model(torch.randn(TOKENS, 8))
     found = mc.explain(model)

@@ -194,7 +194,9 @@ class Language(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(x).float().flatten(0, -2), ids.flatten())
+        scores = self.head(x)
+        scores = scores if scores.dtype is torch.float64 else scores.float()
+        return F.cross_entropy(scores.flatten(0, -2), ids.flatten())
 
 
 class Tower(nn.Module):
@@ -291,21 +293,3 @@ def graph_break() -> Made:
     """Dynamo breaks the graph between the layers."""
     torch.manual_seed(0)
     return Stack(between=_break), batch()
-
-
-def hf_qwen2(**config: Any) -> Any:
-    """A tiny Qwen2 of Hugging Face, in training."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    torch.manual_seed(0)
-    tiny = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 64,
-        "use_cache": False,
-        "attn_implementation": "eager",  # "sdpa" takes another path while it is captured
-    }
-    return AutoModelForCausalLM.from_config(Qwen2Config(**{**tiny, **config})).train()
