@@ -24,12 +24,13 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile import compat
+from tests.equality.nets import Applies
 from tests.zoo import equal
 
 
@@ -229,17 +230,10 @@ def test_caches_are_given_back() -> None:
     assert torch.cuda.memory_reserved() <= reserved - 16 * 2**20  # that of `a` at least
 
 
-class Keeps(nn.Module):
-    """Has a full deque, and an ordered dict; `change` uses them in each call."""
-
-    def __init__(self, change: Callable[[Any, Tensor], Tensor], longest: int | None) -> None:
-        super().__init__()
-        self.change = change
-        self.last: deque[Tensor] = deque([torch.ones(2), torch.ones(2) * 2], longest)
-        self.named = OrderedDict((name, torch.ones(2) * (i + 1)) for i, name in enumerate("abc"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(self, x)
+def keeps(change: Callable[[Any, Tensor], Tensor], longest: int | None) -> Any:
+    """A model with a full deque, and an ordered dict; `change` uses them in each call."""
+    named = OrderedDict((name, torch.ones(2) * (i + 1)) for i, name in enumerate("abc"))
+    return Applies(change, last=deque([torch.ones(2), torch.ones(2) * 2], longest), named=named)
 
 
 def weighted(values: Any) -> Tensor:
@@ -296,8 +290,8 @@ def test_containers_are_those_of_python(change: str) -> None:
         compat.follow_containers()
     torch._dynamo.reset()
     for longest in (2, 3, None) if change == "append" else (2,):
-        plain, traced = (Keeps(USES[change], longest) for _ in range(2))
-        compiled = torch.compile(traced, backend="eager", fullgraph=True)
+        plain, traced = (keeps(USES[change], longest) for _ in range(2))
+        compiled: Any = torch.compile(traced, backend="eager", fullgraph=True)
         for i in range(4):
             x = torch.full((2,), float(i))
             assert equal(plain(x), compiled(x)), i

@@ -22,6 +22,7 @@ from torch.optim import SGD, AdamW
 import megacompile as package
 from megacompile import accumulate, megacompile
 from megacompile.errors import OptimizerError
+from tests.equality.nets import Applies
 from tests.ranks.here import Check, Here, Values, differing, error_of, gradients, whole
 
 WIDTH = 5
@@ -30,20 +31,14 @@ ROWS = 4  # of all ranks together
 NEAR = 1e-11  # of float64
 
 
-class Net(nn.Module):
+def forward(m: Any, x: Tensor, layers: int = 3) -> Tensor:
     """Some layers, one of which a call may leave out, with a graph break in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, layers: int = 3) -> Tensor:
-        x = x + torch.tanh(self.layers[0](x))
-        x = x + torch.tanh(self.layers[1](x))
-        torch._dynamo.graph_break()
-        if layers > 2:
-            x = x + torch.tanh(self.layers[2](x))
-        return x.square().mean()
+    x = x + torch.tanh(m.layers[0](x))
+    x = x + torch.tanh(m.layers[1](x))
+    torch._dynamo.graph_break()
+    if layers > 2:
+        x = x + torch.tanh(m.layers[2](x))
+    return x.square().mean()
 
 
 class Loop:
@@ -52,7 +47,8 @@ class Loop:
     def __init__(self, here: Here | None, **options: Any) -> None:
         torch.manual_seed(0)
         self.here = here
-        self.model: Any = Net().double()
+        layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.model: Any = Applies(forward, layers=layers).double()
         if here is not None:
             megacompile(self.model, mesh=here.mesh, device=here.device, **options)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())

@@ -90,23 +90,16 @@ class Attention(nn.Module):
         return x + y.transpose(1, 2).reshape(x.shape)
 
 
-class Attentions(nn.Module):
+def attends(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Layers of attention, of which some may choose their kernel."""
-
-    def __init__(self, within: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(4))
-        self.within = within
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second, third, fourth = self.layers
-        x = first(x)
-        if self.within:
-            with sdpa_kernel(SDPBackend.MATH):
-                x = third(second(x))
-        else:
+    first, second, third, fourth = m.layers
+    x = first(x)
+    if m.within:
+        with sdpa_kernel(SDPBackend.MATH):
             x = third(second(x))
-        return fourth(x), x
+    else:
+        x = third(second(x))
+    return fourth(x), x
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -114,7 +107,8 @@ def test_the_kernel_of_attention_is_the_one_of_the_call(within: bool) -> None:
     """Also in a backward that is traced later, because other outputs were expected, and for lengths
     that change. What a captured graph sets is set for each of its stages, and for nothing else."""
     torch.manual_seed(0)
-    plain, streamed = twins(Attentions(within))
+    layers = nn.ModuleList(Attention() for _ in range(4))
+    plain, streamed = twins(Applies(attends, layers=layers, within=within))
     cuda: Any = torch.backends.cuda
     flash, math = SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
     kernels = [[flash, math]] * 3 if within else [[flash], [math], [flash]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import io
 import itertools
 import weakref
 from collections.abc import Callable
@@ -26,8 +25,10 @@ from megacompile import compat, megacompile
 from megacompile.errors import ModelError
 from megacompile.runtime.params.gradient_guards import is_taken, is_unsummed, leave_unsummed, take
 from megacompile.runtime.params.proxies import Link, ParamSource, StreamedParameter
+from tests.equality.nets import in_a_row
 from tests.processes import group_of_one
 from tests.stateful.late import late
+from tests.training import through_file
 from tests.zoo import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
@@ -182,31 +183,17 @@ def test_no_copy_outlives_its_operation(monkeypatch: pytest.MonkeyPatch) -> None
     assert [copy() for copy in fetched] == [None] * len(fetched)
 
 
-class Copies(nn.Module):
-    """Deep-copies a layer, and saves all parameters, in the middle of its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.saved: Any = None
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def copies(self, x: Tensor) -> Tensor:
-        file = io.BytesIO()
-        torch.save(self.state_dict(), file)
-        file.seek(0)
-        self.saved = torch.load(file, weights_only=True)
-        twin = copy.deepcopy(self.layers[0])
-        assert all(type(p) is nn.Parameter and p.is_leaf for p in twin.parameters())
-        return twin(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.copies(self.layers[0](x)))
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def copies(m: Any, x: Tensor) -> Tensor:
+    """Deep-copies a layer, and saves all parameters, in the middle of the forward."""
+    m.saved = through_file(m.state_dict())
+    twin = copy.deepcopy(m.first)
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in twin.parameters())
+    return twin(x)
 
 
 def test_a_deep_copy_and_a_checkpoint_in_the_forward() -> None:
-    torch.manual_seed(0)
-    plain = Copies()
+    plain = in_a_row(lambda m, x: m.last(copies(m, m.first(x))), saved=None)
     ours = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
     x = torch.randn(3, 4)
     for model in (plain, ours):
