@@ -124,6 +124,10 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
                 "old value; call backward() before optimizer.step()"
             )
 
+    def outdated(self) -> bool:
+        """True if the parameter was changed in place since a forward fetched it."""
+        return self.fetched_version not in (-1, compat.version(self.root))
+
     def store(self, value: torch.Tensor) -> None:
         """Write a new value to the host; each of several ranks writes its part."""
         if self.part is None:

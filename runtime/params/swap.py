@@ -226,7 +226,8 @@ class Proxies:
 
         Parameters used by eager code get new proxies in each call: several calls would otherwise
         share a link, and autograd would add their gradients in another order. A `torch.func`
-        transform accepts no new link and has its own order.
+        transform accepts no new link and has its own order. So do frozen ones that were changed in
+        place: autograd saves a proxy's version before the use that would note the change.
         """
         use_unguarded(undos)
         used = self.notice.ever
@@ -240,6 +241,7 @@ class Proxies:
             for _, _, param, proxy in self.sites
             if is_trained(proxy) != param.requires_grad
             or (param.requires_grad and not used.isdisjoint((id(param), id(None))))
+            or (isinstance(proxy, StreamedParameter) and proxy.outdated())
         }
         for param in stale.values():
             if is_wrapper(param):

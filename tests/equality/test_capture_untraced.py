@@ -383,6 +383,24 @@ def test_code_that_raises_on_zeros() -> None:
                 streamed(rows(15).view(3, 5, 8), torch.zeros(3, 5, dtype=torch.int64))
 
 
+def test_a_frozen_parameter_is_changed_between_calls_of_code_that_is_not_captured() -> None:
+    """Autograd saves it for the input's gradient before the operator looks whether it changed."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Tensor = F.layer_norm(m.first(x), (8,), m.last.bias)
+        return out.square().sum()
+
+    plain, streamed = twins(in_a_row(forward, width=8))
+    for model in (plain, streamed):
+        model.last.bias.requires_grad_(False)
+    state = {name: 2 * value for name, value in plain.state_dict().items()}
+    for seed in range(3):
+        assert_alike((plain, streamed), trained(rows(4, seed)))
+        for model in (plain, streamed):
+            model.load_state_dict(state)
+
+
 def routed(convert: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
     """A layer is converted in the forward, as the router of Switch Transformers does."""
 
