@@ -277,8 +277,9 @@ def _contents(
     """The values to load or initialize; None if the model has its own."""
     if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike, Checkpoint)):
         raise OptionError(
-            f"megacompile(): got checkpoint={checkpoint!r}; needed a path (a folder of "
-            "safetensors) or a megacompile.Checkpoint"
+            f"megacompile(): got a {type(checkpoint).__name__} as checkpoint=; needed a path (a "
+            "folder of safetensors) or a megacompile.Checkpoint; call load_state_dict() for a "
+            "state dict"
         )
     if checkpoint is None and not on_meta(model):
         return None

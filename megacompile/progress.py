@@ -29,7 +29,8 @@ class _Line:
     """A status line of one thread."""
 
     is_shown: bool  # on a terminal
-    is_printed: bool = False  # a line for each work, elsewhere
+    is_printed: bool = False  # elsewhere: a line for each work that took long
+    announced: str = ""  # the work whose beginning was printed
     what: str = ""  # the current work; "": nothing
     since_s: float = 0.0
     took_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -57,9 +58,9 @@ def tell(text: str) -> None:
 
 def _begin_to_print(line: _Line) -> None:
     """Print the current work, which takes long, and from now on what each work took."""
-    line.is_printed = True
-    if what := line.what:
-        tell(f"{what} ...")
+    line.is_printed, line.announced = True, line.what
+    if line.announced:
+        tell(f"{line.announced} ...")
 
 
 @contextmanager
@@ -116,8 +117,9 @@ def now(what: str) -> None:
     if current.what:
         time_s = now_s - current.since_s
         current.took_s[current.what] += time_s
-        if current.is_printed and time_s >= _LONG_S:
+        if current.is_printed and (time_s >= _LONG_S or current.what == current.announced):
             tell(f"{current.what} took {duration(time_s)}")
+            current.announced = ""
     current.what, current.since_s = what, now_s
     current.show()
 

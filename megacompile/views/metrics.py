@@ -61,7 +61,7 @@ class Metrics:
 
     def __str__(self) -> str:
         if self.step_s is None:
-            return "no step measured yet"
+            return "no step measured yet: metrics() measures from its first call on"
         predicted = self.predicted_s
         step = f"{duration(self.step_s)} a step"
         parts = [step if predicted is None else f"{step} ({duration(predicted)} predicted)"]

@@ -312,4 +312,5 @@ class Trace:
     def __repr__(self) -> str:
         names = ", ".join(model.name for model in self._models)
         state = "over" if self._over else "on" if self._start_s is not None else "not begun"
-        return f"<trace of {names}: {state}>"
+        shown = "; print(.table()) shows it" if self._over else ""
+        return f"<trace of {names}: {state}{shown}>"

@@ -349,7 +349,8 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
     """The streamed model of a megacompiled model, also under `torch.compile`. Raises a ModelError
     if the model is not megacompiled."""
-    streamed = compat.compiled_call(compat.without_torch_compile(model))
+    is_module = isinstance(model, nn.Module)  # users pass optimizers, too
+    streamed = compat.compiled_call(compat.without_torch_compile(model)) if is_module else None
     if not isinstance(streamed, StreamedModel):
         raise ModelError(
             f"{caller}(): {type(model).__name__} is not megacompiled; "
@@ -360,6 +361,9 @@ def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
 
 def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
     """The streamed model that owns a submodule's parameters. Raises a ModelError: there is none."""
+    is_module = isinstance(module, nn.Module)
+    if not is_module:
+        return streamed_model(module, caller)  # raises
     found = compat.compiled_call(module)
     if isinstance(found, StreamedModel):
         return found

@@ -260,10 +260,11 @@ def test_a_model_that_is_not_megacompiled(function: Any) -> None:
     compiled = nn.Linear(2, 2)
     compiled.compile(backend="eager")
     name = function.__name__
-    for model in (nn.Linear(2, 2), compiled):
+    for model in (nn.Linear(2, 2), compiled, torch.optim.SGD(compiled.parameters())):
         with pytest.raises(ModelError) as raised:
             found = function(model)
             if function in AROUND_A_BLOCK:
                 found.__enter__()
-        said = f"{name}(): Linear is not megacompiled; call model = megacompile(model) first"
+        kind = type(model).__name__
+        said = f"{name}(): {kind} is not megacompiled; call model = megacompile(model) first"
         assert str(raised.value) == said

@@ -237,8 +237,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile(): parameters Sequential.0.weight and Sequential.2.weight share memory through "
      "their .data; tie them by using one nn.Parameter in both places, or clone one"),
     "checkpoint={}": (option(checkpoint={}), OptionError,
-     "megacompile(): got checkpoint={}; needed a path (a folder of safetensors) or a "
-     "megacompile.Checkpoint"),
+     "megacompile(): got a dict as checkpoint=; needed a path (a folder of safetensors) or a "
+     "megacompile.Checkpoint; call load_state_dict() for a state dict"),
     "no folder": (
      lambda folder: megacompile(on_meta(), device="cpu", checkpoint=folder / "none"),
      CheckpointError,
