@@ -225,9 +225,9 @@ class Proxies:
         """Recreate the proxies of parameters whose `requires_grad` changed.
 
         Parameters used by eager code get new proxies in each call: several calls would otherwise
-        share a link, and autograd would add their gradients in another order. A `torch.func`
-        transform accepts no new link and has its own order. So do frozen ones that were changed in
-        place: autograd saves a proxy's version before the use that would note the change.
+        share a link, and autograd would add their gradients in another order. Frozen ones get new
+        proxies after a change in place: autograd saves a proxy's version before the use that would
+        note the change. A `torch.func` transform accepts no new link and has its own order.
         """
         use_unguarded(undos)
         used = self.notice.ever
