@@ -27,6 +27,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from megacompile.compat import kernels
+from megacompile.errors import UnsupportedGraphError
 
 _Value = int | float
 _Values = Mapping[sympy.Symbol, _Value]
@@ -124,13 +125,17 @@ class SymbolicFakes:
         stack.close()
 
     def number(self, expression: Any) -> Any:
-        """A SymInt or SymFloat for an expression of our symbols; a plain number unchanged."""
+        """A SymInt or SymFloat for an expression of our symbols; a plain number unchanged. Raises
+        UnsupportedGraphError for a size that no input has."""
         if not isinstance(expression, sympy.Basic):
             return expression
         if expression in self._numbers:
             return self._numbers[expression]
         # computed from the symbols, so that a trace records it
-        return sympy_interp(_Python, self._numbers, expression)
+        try:
+            return sympy_interp(_Python, self._numbers, expression)
+        except KeyError as error:
+            raise UnsupportedGraphError(f"no input has the size {error} of a value") from error
 
     def equal(self, number: Any, expression: Any) -> bool:
         """True if a number equals an expression; decided for the hints if it is not known."""
