@@ -9,7 +9,6 @@ from torch import nn
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import active_parameters
-from megacompile.cost.rates import cached
 from megacompile.errors import ModelError
 from megacompile.ir.schedule import Schedule
 from megacompile.log import UPDATES
@@ -177,9 +176,8 @@ def _scenario_of(
     """A step of these schedules on this machine, read and simulated once; None without rates."""
     kept: Scenario | None = meter.scenario
     if kept is None or list(map(id, kept.schedules)) != list(map(id, made)):
-        on_gpu = streamed.machine.device.type == "cuda"
         compiler = streamed.buckets.plans.compiler
-        rates = compiler.setting.rates() if on_gpu else cached(streamed.machine.device)
+        rates = compiler.setting.measured_rates()
         kept = meter.scenario = None if rates is None else Scenario.of(compiler, made, rates)
     return kept
 

@@ -55,6 +55,11 @@ class Setting:
             found = load(device) if folder is None else load_disk(folder).on(load(device))
         return replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
 
+    def measured_rates(self) -> Hardware | None:
+        """The rates of the machine that runs the plan; None: a CPU that has not been measured."""
+        device = self.options.device
+        return self.rates() if device.type == "cuda" else cached(device)
+
     def host_budget_bytes(self) -> int | None:
         """Host memory for parameters, gradients, states and offloaded tensors; None: unknown."""
         found = self.host_bytes

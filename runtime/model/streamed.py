@@ -18,7 +18,6 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat, notices, progress
-from megacompile.cost.rates import cached
 from megacompile.errors import ModelError
 from megacompile.plan.explanation import summary
 from megacompile.plan.scenario import Scenario
@@ -227,8 +226,8 @@ class StreamedModel:
         made = [each for each in self.captures.newest()[1] if each.backward is not None]
         if self.options.progress is False or not made:
             return
-        device, compiler = self.options.device, self.buckets.plans.compiler
-        rates = compiler.setting.rates() if device.type == "cuda" else cached(device)
+        compiler = self.buckets.plans.compiler
+        rates = compiler.setting.measured_rates()
         if rates is None:
             return
         count = sum(parameter.numel() for parameter in self.model.parameters())
