@@ -6,7 +6,6 @@ first of several ranks. MEGACOMPILE_LOG=time logs each duration.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from megacompile import log
+from megacompile.option_values import torchrun_count
 from megacompile.text import duration
 
 _ERASE = "\r\x1b[K"  # erases to the end of the line
@@ -48,7 +48,7 @@ _lines: list[_Line] = []  # the outermost first
 
 def tell(text: str) -> None:
     """Print a line, in the first of several ranks. This thread's line then reappears."""
-    if os.environ.get("RANK", "0") == "0":
+    if not torchrun_count("RANK"):
         current = _line()
         shown = current is not None and current.is_shown
         print(f"{_ERASE * shown}megacompile: {text}", file=sys.stderr, flush=True)
