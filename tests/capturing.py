@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from megacompile.ir.capture import Ambient, Capture, GraphInput, NumberInput, TensorInput
+from megacompile.ir.capture import Ambient, Capture, GraphInput
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
@@ -107,7 +107,7 @@ class _Making(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def traced(function: Callable[..., Any], *inputs: GraphInput | Tensor | TensorMeta) -> Capture:
+def traced(function: Callable[..., Any], *inputs: GraphInput | Tensor) -> Capture:
     """What a function of as many arguments does; a tensor stands for what it looks like."""
     tracer, root = fx.Tracer(), torch.nn.Module()
     tracer.root, tracer.graph = root, fx.Graph()
@@ -117,13 +117,8 @@ def traced(function: Callable[..., Any], *inputs: GraphInput | Tensor | TensorMe
         result = function(*given)
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     module = fx.GraphModule(root, tracer.graph)
-    return Capture("traced", module, tuple(map(_bound, inputs)), CPU, Ambient.current(CPU))
-
-
-def _bound(item: Any) -> GraphInput:
-    if isinstance(item, Tensor):
-        item = TensorMeta.of(item)
-    return TensorInput(item) if isinstance(item, TensorMeta) else item
+    bound = tuple(TensorMeta.of(item) if isinstance(item, Tensor) else item for item in inputs)
+    return Capture("traced", module, bound, CPU, Ambient.current(CPU))
 
 
 def node(like: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +128,9 @@ def node(like: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return function(*args, **kwargs)
 
 
-def number(name: str, planned: int) -> NumberInput:
+def number(name: str, planned: int) -> Number:
     """A number that changes from call to call."""
-    return NumberInput(Number(symbol(name), planned))
+    return Number(symbol(name), planned)
 
 
 def symbol(name: str) -> Any:

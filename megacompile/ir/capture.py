@@ -114,13 +114,6 @@ class ParamInput:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInput:
-    """A captured graph's input that is a tensor: data, an activation, a buffer, a constant."""
-
-    meta: TensorMeta
-
-
-@dataclass(frozen=True, slots=True)
 class Wrapping:
     """Rebuilds a wrapper subclass tensor from its component tensors. In a graph it is the function
     of a call that takes the components."""
@@ -169,14 +162,9 @@ class ConstantInput:
         object.__setattr__(self, "key", constant_key(self.value))
 
 
-@dataclass(frozen=True, slots=True)
-class NumberInput:
-    """A captured graph's input that is a number and changes between calls."""
-
-    number: Number  # a symbol
-
-
-GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput | NumberInput
+# A meta describes a tensor (data, an activation, a buffer, a constant), or a number that changes
+# between calls: a symbol.
+GraphInput = ParamInput | PackedInput | ConstantInput | TensorMeta | Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +230,7 @@ class Capture:
     @property
     def symbols(self) -> dict[sympy.Symbol, fx.Node]:
         """The placeholders of changing numbers, by symbol."""
-        each = self.bound.items()
-        return {i.number.expression: node for node, i in each if isinstance(i, NumberInput)}
+        return {i.expression: node for node, i in self.bound.items() if isinstance(i, Number)}
 
     def fresh(self) -> Capture:
         """The same capture with a copy of the graph for a pass to change."""
@@ -253,7 +240,7 @@ class Capture:
     @property
     def planned(self) -> dict[sympy.Symbol, int | float]:
         """The planned values, by symbol, in the order of the inputs."""
-        return planned_of([item.number for item in self.inputs if isinstance(item, NumberInput)])
+        return planned_of(self.inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from megacompile.ir.capture import (
     GraphInput,
     PackedInput,
     ParamInput,
-    TensorInput,
     Variant,
 )
 from megacompile.ir.schedule import Schedule
@@ -184,7 +183,7 @@ class _Capturing:
         if isinstance(arg, torch.Tensor):
             if id(arg) in self.places:
                 return ParamInput(*self.places[id(arg)], arg.requires_grad)
-            return TensorInput(TensorMeta.of(arg))
+            return TensorMeta.of(arg)
         return ConstantInput(arg)
 
     def _fake_input(self, value: Any) -> Any:

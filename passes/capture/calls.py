@@ -49,7 +49,8 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Capture, ConstantInput, GraphInput, NumberInput, PackedInput
+from megacompile.ir.capture import Capture, ConstantInput, GraphInput, PackedInput
+from megacompile.ir.tensors import Number
 
 WRAPPED = "megacompile.wrapped"  # in the meta of a wrapper
 
@@ -170,7 +171,7 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
 def take_numbers(capture: Capture) -> Capture:
     """The capture with plain number inputs."""
     for node, item in capture.bound.items():
-        for user in list(node.users) if isinstance(item, (NumberInput, ConstantInput)) else ():
+        for user in list(node.users) if isinstance(item, (Number, ConstantInput)) else ():
             if user.op == "call_method" and user.target == "item":
                 user.replace_all_uses_with(node)
                 capture.module.graph.erase_node(user)

@@ -16,7 +16,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Capture, ConstantInput, NumberInput, TensorInput
+from megacompile.ir.capture import Capture, ConstantInput
 from megacompile.ir.tensors import Number, Symbols, TensorMeta, has_numbers, parts_of, symbols_in
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.text import source_line
@@ -137,10 +137,10 @@ class Interpreter(fx.Interpreter):
     def _fake_input(self, item: Any) -> Any:
         if isinstance(item, ConstantInput):
             return item.value
-        if isinstance(item, NumberInput):
-            return item.number.zeros()
-        if isinstance(item, TensorInput):
-            return item.meta.empty()
+        if isinstance(item, Number):
+            return item.zeros()
+        if isinstance(item, TensorMeta):
+            return item.empty()
         param, device = item.info, self.capture.device
         meta = TensorMeta(param.shape, param.dtype, param.stride, item.requires_grad, device)
         return meta.empty()

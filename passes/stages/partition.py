@@ -26,9 +26,7 @@ from megacompile.ir.capture import (
     Capture,
     ConstantInput,
     InputView,
-    NumberInput,
     ParamInput,
-    TensorInput,
 )
 from megacompile.ir.plan import Plan
 from megacompile.ir.schedule import Schedule
@@ -155,7 +153,7 @@ class _Builder:
 
     def _input_meta(self, node: fx.Node, at: int) -> Meta:
         item = self.inputs.get(node)
-        return item.number if isinstance(item, NumberInput) else self._meta(node, at)
+        return item if isinstance(item, Number) else self._meta(node, at)
 
     def _module(
         self, segment: Segment, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
@@ -333,7 +331,7 @@ def views_of_inputs(capture: Capture, values: Values) -> dict[fx.Node, tuple[fx.
     would get copies, which do not follow the input. So if an input is changed, or no gradient flows
     through the view, the output is a view of the input's memory.
     """
-    tensors = [node for node, item in capture.bound.items() if isinstance(item, TensorInput)]
+    tensors = [node for node, item in capture.bound.items() if isinstance(item, TensorMeta)]
     holders = {key: node for node in tensors for key in values.storages[node]}
     changed = frozenset().union(*values.mutates.values())
     wanted: dict[fx.Node, fx.Node] = {}

@@ -31,10 +31,8 @@ from megacompile.ir.capture import (
     Ambient,
     ConstantInput,
     GraphInput,
-    NumberInput,
     PackedInput,
     ParamInput,
-    TensorInput,
     constant_key,
 )
 from megacompile.ir.tensors import Number, SymbolicSizes, TensorMeta, Values, is_size, kind_of
@@ -76,7 +74,7 @@ def input_of(place: Place, arg: Any) -> GraphInput:
     if type(arg) in compat.PLAIN_TENSORS:
         if arg.layout is not torch.strided:
             raise UnsupportedGraphError(f"an input has layout {arg.layout}")
-        return TensorInput(TensorMeta.of(arg))
+        return TensorMeta.of(arg)
     if isinstance(arg, (int, float, bool)):
         return ConstantInput(arg)
     raise UnsupportedGraphError(f"an input is a {type(arg).__name__}")
@@ -222,12 +220,11 @@ class SymbolicInputs:
         found: list[GraphInput] = []
         for k, (item, arg) in enumerate(zip(self.described, args, strict=True)):
             if k in self.numbers:
-                found.append(NumberInput(Number(item.number, arg)))
+                found.append(Number(item.number, arg))
                 continue
             made = plain(arg)
-            if k in self._sized and isinstance(made, TensorInput):
-                sizes = SymbolicSizes(item.shape, item.stride)
-                made = TensorInput(replace(made.meta, symbolic=sizes))
+            if k in self._sized and isinstance(made, TensorMeta):
+                made = replace(made, symbolic=SymbolicSizes(item.shape, item.stride))
             found.append(made)
         return tuple(found)
 

@@ -25,15 +25,13 @@ from megacompile.ir.buckets import ParamId, Unit
 from megacompile.ir.capture import (
     Capture,
     GraphInput,
-    NumberInput,
     PackedInput,
     ParamInput,
-    TensorInput,
     Variant,
 )
 from megacompile.ir.plan import Placement, first_to_disk
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import Number, Symbols
+from megacompile.ir.tensors import Number, Symbols, TensorMeta
 from megacompile.ir.values import bytes_of, computed_outputs, expected_tangents, inputs_of
 from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler
@@ -221,8 +219,8 @@ class Program:
             given += item.parts if isinstance(item, PackedInput) else (item,)
         # positions of parameters, of other tensors, and of symbols
         self.streamed = [k for k, item in enumerate(given) if isinstance(item, ParamInput)]
-        self.tensors = [k for k, item in enumerate(given) if isinstance(item, TensorInput)]
-        self.numbers = [k for k, item in enumerate(given) if isinstance(item, NumberInput)]
+        self.tensors = [k for k, item in enumerate(given) if isinstance(item, TensorMeta)]
+        self.numbers = [k for k, item in enumerate(given) if isinstance(item, Number)]
         params = [item for item in given if isinstance(item, ParamInput) and item.requires_grad]
         places = dict.fromkeys([(p.bucket.key, p.param) for p in params])
         self.places: tuple[ParamId, ...] = tuple(places)  # of trained parameters

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from megacompile import megacompile, schedules, unmegacompile
 from megacompile.errors import OptimizerError
-from megacompile.ir.capture import TensorInput
+from megacompile.ir.tensors import TensorMeta
 from tests import inside, zoo
 from tests.equality.nets import Applies
 from tests.training import take_steps
@@ -56,7 +56,7 @@ def assert_streamed(model: nn.Module, *, strict: bool = False) -> None:
     assert len(named) == len(now) and {param for _, param in named} == now
     assert set(named) <= every
     inputs = [x for program in inside.programs(model) for x in program.capture.inputs]
-    plain = [x for x in inputs if isinstance(x, TensorInput) and x.meta.requires_grad]
+    plain = [x for x in inputs if isinstance(x, TensorMeta) and x.requires_grad]
     assert inputs and not (strict and plain)
 
 
