@@ -35,7 +35,13 @@ from torch.utils._sympy.functions import Mod
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacompile.compat.graphs import copy_graph
-from megacompile.compat.operators import define_operator, define_taking, taken_tensors
+from megacompile.compat.operators import (
+    define_operator,
+    define_taking,
+    kernel_switches,
+    set_kernel_switches,
+    taken_tensors,
+)
 from megacompile.compat.patches import replace
 from megacompile.compat.tensors import without_autocast
 
@@ -340,13 +346,20 @@ def code_cache() -> Path | None:
 
 def settle_cache_keys() -> None:
     """Makes the keys of Inductor's caches, hashes of pickles, independent of the order of imports:
-    a `torch.memory_format` pickles as a name in the first module that has an attribute `torch`."""
+    a `torch.memory_format` pickles as a name in the first module that has an attribute `torch`.
+    Settings that choose kernels become part of the keys: without cuDNN, code for the strides of
+    cuDNN's results fails."""
 
     def init(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         self.dispatch_table[torch.memory_format] = lambda value: (str, (str(value),))
 
+    def describe(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.kernel_switches = kernel_switches()
+
     replace(codecache.FxGraphCachePickler, "__init__", init)
+    replace(codecache.FxGraphHashDetails, "__init__", describe)
 
 
 class CacheCounts(NamedTuple):
@@ -382,11 +395,8 @@ def compile_settings() -> bytes:
             "functorch": functorch_config.save_config_portable(ignore_private_configs=False),
             "system": codecache.CacheBase.get_system(),
             "matmul": {name: getattr(matmul, name) for name in _MATMUL},
-            "deterministic": (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-                torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-            ),
+            "kernels": kernel_switches(),
+            "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             "dtype": torch.get_default_dtype(),
         }
     )
@@ -420,7 +430,6 @@ def _use(settings: dict[str, Any]) -> None:
     for name, value in settings["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)
-    enabled, warn_only, fill = settings["deterministic"]
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    set_kernel_switches(settings["kernels"])
+    torch.utils.deterministic.fill_uninitialized_memory = settings["fill"]  # type: ignore[attr-defined]
     torch.set_default_dtype(settings["dtype"])

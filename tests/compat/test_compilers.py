@@ -63,6 +63,7 @@ def changed_determinism() -> Callable[[], None]:
 CHANGES: tuple[Callable[[], Callable[[], None]], ...] = (
     changed_dtype,
     changed_determinism,
+    lambda: changed(torch.backends.cudnn, "enabled", False),
     lambda: changed(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     lambda: changed(torch._inductor.config.cpp, "threads", 3),
 )
@@ -126,6 +127,24 @@ def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as planted:
         planted.setattr(sys, "modules", {"other": other, **sys.modules})
         assert FxGraphCachePickler(module).dumps(torch.contiguous_format) == dumped
+
+
+def test_code_for_other_kernels_is_not_found() -> None:
+    """Without cuDNN a convolution's result has other strides, and code for cuDNN's fails."""
+    compat.settle_cache_keys()
+
+    def made() -> compat.CacheCounts:
+        before = compat.cache_counts()
+        compat.compile_inductor(make_fx(torch.sin, tracing_mode="fake")(torch.ones(3)), [fake])
+        return compat.cache_counts().since(before)
+
+    with compat.fake_mode():
+        fake = torch.empty(3)
+    with torch._inductor.utils.fresh_cache():
+        assert made() == (0, 1)
+        with torch.backends.cudnn.flags(enabled=False):
+            assert made() == (0, 1)
+        assert made() == (1, 0)
 
 
 def test_who_compiles_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
