@@ -32,10 +32,11 @@ def python(
     *arguments: str, folder: Path = ROOT, timeout_s: float = 300, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """What another process of this interpreter says, which ends well."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environ},
         capture_output=True,
         text=True,
         timeout=timeout_s,
