@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from megacompile.errors import OptionError
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.ir.capture import PassRecord
+from megacompile.ir.schedule import Schedule
 from megacompile.text import format_bytes, source_line
 
 VARIABLE = "MEGACOMPILE_LOG"

@@ -212,6 +212,17 @@ class InputView:
 
 
 @dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One entry of the history of a captured graph and then of its schedule."""
+
+    name: str
+    before: str  # the schedule's actions, one graph per line; for a captured graph, its calls
+    after: str
+    time_s: float
+    nodes: int  # in all graphs, after the pass
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """A captured torch-level graph with one kind of input bound to each placeholder."""
 
@@ -220,6 +231,7 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     device: torch.device
     ambient: Ambient
+    history: tuple[PassRecord, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def bound(self) -> dict[fx.Node, GraphInput]:

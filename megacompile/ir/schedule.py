@@ -19,23 +19,12 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.capture import InputView
+from megacompile.ir.capture import InputView, PassRecord
 from megacompile.ir.plan import Plan
 from megacompile.ir.stages import Stage, Template
 from megacompile.ir.tensors import Symbols
 
 VIEWS: dict[str, Callable[..., Any]] = {}  # by name; filled by `megacompile.views`
-
-
-@dataclass(frozen=True, slots=True)
-class PassRecord:
-    """One entry of a schedule's history."""
-
-    name: str
-    before: str  # the schedule's actions, one graph per line; for a captured graph, its calls
-    after: str
-    time_s: float
-    nodes: int  # in all graphs, after the pass
 
 
 @dataclass(frozen=True, eq=False, repr=False)

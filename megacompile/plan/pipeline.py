@@ -12,15 +12,15 @@ import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megacompile import log
 from megacompile.cost.places import stored_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Unit
-from megacompile.ir.capture import Capture, Variant
+from megacompile.ir.capture import Capture, PassRecord, Variant
 from megacompile.ir.plan import Choice, Plan, Tier
-from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Template
 from megacompile.options import Lowering
 from megacompile.passes.capture.calls import (
@@ -107,7 +107,7 @@ class Pipeline:
 
     def _stages_of(self, capture: Capture, whole: bool) -> Schedule:
         options = self.setting.options
-        passes: list[_CapturePass] = [
+        passes: list[_Pass] = [
             ("checkpoints", inline_checkpoints),
             ("unpack", unpack),
             ("numbers", take_numbers),
@@ -117,20 +117,16 @@ class Pipeline:
         if options.compute_dtype is not None:
             widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
             passes.append(("losses", widen))
-        history: _History = ()
-        for name, rewrite in passes:
-            capture, history = _recorded(name, rewrite, capture, history)
+        capture = _run(capture, passes)
         values, lowering = propagate(capture), options.lowering
         causal = functools.partial(use_causal_attention, values=values, lowering=lowering)
         chunk = functools.partial(chunk_head, values=values, lowering=lowering, head=options.head)
-        for name, rewrite in (("causal", causal), ("chunk", chunk)):
-            capture, history = _recorded(name, rewrite, capture, history)
         cut = functools.partial(partition, values=values, units=self.units, whole=whole)
-        found, history = _recorded("partition", cut, capture, history)
-        stages: Schedule = replace(found, history=history)
-        if options.lowering is Lowering.EAGER:
-            settle = functools.partial(settle_strides, ambient=capture.ambient)
-            stages = _run(stages, [("strides", settle)])
+        passes = [("causal", causal), ("chunk", chunk), ("partition", cut)]
+        if lowering is Lowering.EAGER:
+            passes.append(("strides", functools.partial(settle_strides, ambient=capture.ambient)))
+        made: Any = capture  # and then its stages
+        stages: Schedule = _run(made, passes)
         counts = len(capture.inputs), capture.device, len(stages.stages)
         text = "%s: %d inputs on %s, %d stages"
         log.logger("capture").info(text, capture.name, *counts)
@@ -252,7 +248,7 @@ class Pipeline:
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         return _run(schedule, [("plan", plan)])
 
-    def _gradient_passes(self, choice: Choice, variant: Variant) -> list[_SchedulePass]:
+    def _gradient_passes(self, choice: Choice, variant: Variant) -> list[_Pass]:
         """The passes that offload gradients or update parameters with them."""
         options = self.setting.options
         cost = self.setting.cost()
@@ -283,7 +279,7 @@ class Pipeline:
             ("update_graph", step),
         ]
 
-    def _with_ranks(self, one: _SchedulePass) -> list[_SchedulePass]:
+    def _with_ranks(self, one: _Pass) -> list[_Pass]:
         """The pass, if ranks share the model; else none."""
         return [one] if self.setting.options.ranks > 1 else []
 
@@ -308,37 +304,26 @@ class Pipeline:
             del self.templates[key]
 
 
-# Runs of passes, whose input, output and time go to the history and to the log. A draft has no
-# history: it is only simulated, and there are many of them.
-
-_SchedulePass = tuple[str, Callable[[Schedule], Schedule]]
-_CapturePass = tuple[str, Callable[[Capture], Capture]]
-_History = tuple[PassRecord, ...]
+_Pass = tuple[str, Callable[[Any], Any]]
+_Made = TypeVar("_Made", Capture, Schedule)
 
 
-def _run(schedule: Schedule, passes: Sequence[_SchedulePass]) -> Schedule:
-    """Run passes, each a name and a function."""
+def _run(given: _Made, passes: Sequence[_Pass]) -> _Made:
+    """Run passes, each a name and a function. Their inputs, outputs and times go to the history and
+    to the log, except a draft's: it is only simulated, and there are many of them."""
     for name, function in passes:
-        if schedule.draft:
-            schedule = function(schedule)
-        else:
-            after, history = _recorded(name, function, schedule, schedule.history)
-            schedule = replace(after, history=history)
-    return schedule
-
-
-def _recorded(
-    name: str, function: Callable[[Any], Any], before: Schedule | Capture, history: _History
-) -> tuple[Any, _History]:
-    """Run a pass; returns its result, and the history with it, which goes to the log too."""
-    was, start = _actions(before), time.perf_counter()
-    after = function(before)
-    time_s = time.perf_counter() - start
-    graphs = [after.module.graph] if isinstance(after, Capture) else after.graphs.values()
-    nodes = sum(len(graph.nodes) for graph in graphs)
-    record = PassRecord(name, was, _actions(after), time_s, nodes)
-    log.pass_done(after.name, record, history[-1].nodes if history else 0)
-    return after, (*history, record)
+        if isinstance(given, Schedule) and given.draft:
+            given = function(given)
+            continue
+        was, start = _actions(given), time.perf_counter()
+        after: _Made = function(given)
+        time_s = time.perf_counter() - start
+        graphs = [after.module.graph] if isinstance(after, Capture) else after.graphs.values()
+        nodes = sum(len(graph.nodes) for graph in graphs)
+        record = PassRecord(name, was, _actions(after), time_s, nodes)
+        log.pass_done(after.name, record, given.history[-1].nodes if given.history else 0)
+        given = replace(after, history=(*given.history, record))
+    return given
 
 
 def _actions(of: Schedule | Capture) -> str:
