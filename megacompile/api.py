@@ -17,6 +17,7 @@ from megacompile.beside.process import processes
 from megacompile.cost.rank_rates import agree, agree_disk, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError
 from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
+from megacompile.option_checks import by_name
 from megacompile.options import Activations, Head, Lowering, Options, check_alike
 from megacompile.plan.setting import Setting
 from megacompile.progress import line
@@ -32,6 +33,7 @@ from megacompile.validate import check_model, check_optimizer, held_bytes, host_
 M = TypeVar("M", bound=nn.Module)
 
 
+@by_name
 def megacompile(
     model: M,
     *,

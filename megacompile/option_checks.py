@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
+import functools
+import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from megacompile.option_values import Activations, Lowering, PlannedMesh, parse_
 from megacompile.runtime.optim.rules import RULES, listed, rule_of
 
 _E = TypeVar("_E", bound=enum.Enum)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Given(NamedTuple):
@@ -36,6 +40,36 @@ class Given(NamedTuple):
         """The error of a value, with the text after it."""
         value = str(self.value) if isinstance(self.value, torch.device) else self.value
         return OptionError(f"megacompile(): got {self.name}={value!r}{why}")
+
+
+# --- names
+
+
+def by_name(function: _F) -> _F:
+    """A decorator of `megacompile()`: an option that does not exist, or that comes without its
+    name, raises an OptionError with the fix."""
+    model, *names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        if len(args) > 1:
+            raise OptionError(
+                f"megacompile(): got {type(args[1]).__name__} by position; needed options by name, "
+                f"such as device='cpu' or optimizer= ({listed(RULES, 'or')}, to update in the "
+                "backward; without it optimizer.step() works with every optimizer)"
+            )
+        for name in (each for each in given if each not in (model, *names)):
+            near = did_you_mean(name, names) or f"; needed one of {', '.join(names)}"
+            raise OptionError(f"megacompile(): there is no option {name}={near}")
+        return function(*args, **given)
+
+    return cast("_F", checked)
+
+
+def did_you_mean(value: Any, names: Sequence[str]) -> str:
+    """ "; did you mean keep?", or "" if no name is close."""
+    close = difflib.get_close_matches(str(value), names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 # --- numbers, flags, words
@@ -92,8 +126,9 @@ def member(choices: type[_E]) -> Callable[[Given], _E]:
         try:
             return choices(given.value)
         except ValueError:
-            names = ", ".join(repr(each.value) for each in choices)
-            raise given.wrong(f"one of {names}") from None
+            names = [each.value for each in choices]
+            near = did_you_mean(given.value, names)
+            raise given.wrong(f"one of {', '.join(map(repr, names))}{near}") from None
 
     return check
 

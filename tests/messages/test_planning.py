@@ -44,6 +44,7 @@ def with_parameter(tensor: Tensor) -> nn.Module:
     return model
 
 
+MODEL = nn.Linear(2, 2)
 QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
@@ -129,6 +130,11 @@ ROWS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a function": (lambda: megacompile(cast(Any, lambda x: x)), ModelError,
      "megacompile(): got function; needed a torch.nn.Module (for a function, wrap it in a module "
      "that owns the parameters)"),
+    "an optimizer by position": (
+     lambda: cast(Any, megacompile)(MODEL, torch.optim.SGD(MODEL.parameters())), OptionError,
+     "megacompile(): got SGD by position; needed options by name, such as device='cpu' or "
+     "optimizer= (AdamW, Adam, SGD or Lion, to update in the backward; without it "
+     "optimizer.step() works with every optimizer)"),
     "TorchScript": (lambda: megacompile(torch.jit.script(nn.Linear(2, 2))), ModelError,
      "megacompile(): RecursiveScriptModule is a TorchScript module, which cannot be captured; "
      "needed the Python module that it was made from"),
@@ -220,6 +226,13 @@ OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
     (on_cpu, {"lookahead": 1.0}, OptionError, "got lookahead=1.0; needed an int of at least 1"),
     (on_cpu, {"lowering": True}, OptionError,
      "got lowering=True; needed one of 'eager', 'inductor'"),
+    (on_cpu, {"activations": "ofload"}, OptionError,
+     "got activations='ofload'; needed one of 'auto', 'keep', 'selective', 'recompute', 'offload'; "
+     "did you mean offload?"),
+    (on_cpu, {"gpu_memroy": "24GiB"}, OptionError,
+     "there is no option gpu_memroy=; did you mean gpu_memory?"),
+    (on_cpu, {"modal": 1}, OptionError,
+     "there is no option modal=; needed one of device, gpu_memory, {}, detect_anomaly"),
     (on_cpu, {"optimizer": torch.optim.AdamW}, OptionError,
      "got optimizer=the class AdamW (create it: AdamW(model.parameters())); needed one that can "
      "update in the backward: {}"),
