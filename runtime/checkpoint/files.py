@@ -96,11 +96,12 @@ def entries_of(path: Path) -> dict[str, Entry]:
             return _of_files(files)
         names = [file.name for file in (indices or files or sorted(path.iterdir()))[:5]]
         interrupted = "; the save or download was interrupted: repeat it" if parts else ""
+        of_torch = "; for .bin or .pt leave out checkpoint=, and call load_state_dict() afterwards"
         raise CheckpointError(
             f"megacompile(): folder {path} has no checkpoint, or several: got {', '.join(names)}; "
             f"needed {WEIGHTS}, one *{INDEX_SUFFIX}, or one *{SUFFIX} (of "
             "safetensors.torch.save_file, or save_pretrained of transformers); pass the path of "
-            f"one of several{interrupted}"
+            f"one of several{'' if files else of_torch}{interrupted}"
         )
     except OSError as error:
         raise CheckpointError(

@@ -279,7 +279,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
      "megacompile(): folder FOLDER/checkpoint has no checkpoint, or several: got a.bin; needed "
      "model.safetensors, one *.safetensors.index.json, or one *.safetensors (of "
      "safetensors.torch.save_file, or save_pretrained of transformers); pass the path of one of "
-     "several"),
+     "several; for .bin or .pt leave out checkpoint=, and call load_state_dict() afterwards"),
     "loaded twice": (loads_twice, OptionError,
      "megacompile(): Net is megacompiled already, and has values; pass checkpoint= in the first "
      "call, or use model.load_state_dict()"),
