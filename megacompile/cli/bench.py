@@ -28,6 +28,7 @@ from megacompile.errors import (
 from megacompile.host_memory import available_bytes, total_bytes
 from megacompile.options import Options
 from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.progress import tell
 from megacompile.runtime.updates.compiled import wait_until_compiled
 from megacompile.text import duration, format_bytes
 
@@ -69,6 +70,7 @@ MODES: dict[str, dict[str, Any] | None] = {  # the options of ours; None: withou
 def bench(args: argparse.Namespace) -> int:
     """Run every mode with the largest model that fits, and print a line for each."""
     device = Options.resolve(device=args.device).device
+    tell(f"bench on {device}; no case begins after {args.minutes} minutes")
     until_s = time.monotonic() + 60 * args.minutes
     found: list[dict[str, Any]] = []
     if not args.json:
@@ -81,6 +83,7 @@ def bench(args: argparse.Namespace) -> int:
                 print(f"{mode}: no time left (--minutes {args.minutes})", file=sys.stderr)
                 result = {}
                 break
+            tell(f"{name}, {mode}: plan, compile, {_WARM_UP + _STEPS} steps ...")
             result = _in_process(mode, name, args, str(device), left_s)
             if result.get("error") != _TOO_LARGE:  # it ran, or failed otherwise
                 break

@@ -31,7 +31,11 @@ def check(result: dict[str, Any], mode: str) -> None:
 
 def test_json_has_a_result_for_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--modes", "streamed", "plain", "--json"]) == 0
-    ours, plain = json.loads(capsys.readouterr().out)
+    out, said = capsys.readouterr()
+    beginning, *cases = said.splitlines()
+    assert beginning.startswith("megacompile: bench on cpu")
+    assert [line.split(":")[1] for line in cases] == [" tiny, streamed", " tiny, plain"]
+    ours, plain = json.loads(out)
     check(ours, "streamed")
     check(plain, "plain")
     assert ours["peak_bytes"]["host"] > 0 and plain["predicted_s"] is None
