@@ -11,6 +11,7 @@ execution order, a bucket by the index of the first stage that reads it.
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.capture import InputView, PassRecord
 from megacompile.ir.plan import Plan
 from megacompile.ir.stages import Stage, Template
-from megacompile.ir.tensors import Symbols
+from megacompile.ir.tensors import Symbols, TensorMeta
 
 VIEWS: dict[str, Callable[..., Any]] = {}  # by name; filled by `megacompile.views`
 
@@ -121,5 +122,11 @@ class Schedule:
         return self.code()
 
     def __repr__(self) -> str:
-        graphs = ", ".join(self.graphs)
-        return f"<schedule {self.name!r}: {graphs} of {len(self.stages)} stages; print() shows it>"
+        """A line with the planned inputs of the call that the schedule is for."""
+        placeholders = self.forward.find_nodes(op="placeholder")
+        values = [node.meta["value"] for node in placeholders if "input" in node.meta]
+        inputs = ", ".join(str(value) for value in values if isinstance(value, TensorMeta))
+        inputs = textwrap.shorten(inputs, 60, placeholder=" ...") or "no tensors"
+        sizes = inputs + " and other sizes" * (self.symbols is not None)
+        of = f"{', '.join(self.graphs)} of {len(self.stages)} stages"
+        return f"<schedule {self.name!r} for {sizes}: {of}; print() shows it>"
