@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-_WIDTH = 100
+WIDTH = 100
 _LINE = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n\s*(\S[^\n]*)')
 
 
@@ -84,7 +84,7 @@ def as_lines(rows: Sequence[list[str]] | Sequence[str]) -> list[str]:
         return ["  " + line for line in columns(cells, left=(0, *words)).splitlines()]
     found = []
     for row in rows:
-        found += textwrap.wrap(str(row), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        found += textwrap.wrap(str(row), WIDTH, initial_indent="  - ", subsequent_indent="    ")
     return found
 
 

@@ -269,6 +269,7 @@ def _text(
             ),
             "",
             f"planned in {found['planning_s']:.0f} s; nothing was measured",
+            "(--gpu names the machine; for this one: python -m megacompile hardware, --gpu this)",
         ]
     )
 

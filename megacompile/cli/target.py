@@ -73,7 +73,9 @@ def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Targ
         made, takes_sizes = _of_function(text, module, function, {"batch": batch, "seq": seq})
     else:
         raise OptionError(
-            f"{text!r} is not a folder with a config.json, a json file or package.module:function"
+            f"{text!r} is not a folder with a config.json, a json file or package.module:function "
+            "(gpt:build for a function of gpt.py that returns the model); nothing is downloaded: "
+            "for a name on a hub, pass its config.json"
         )
     model = made[0]
     if dtype is not None:
@@ -93,7 +95,10 @@ def _of_config(file: Path, seq: int) -> nn.Module:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     except ImportError:
-        raise MissingExtraError("a config needs transformers: pip install transformers") from None
+        raise MissingExtraError(
+            "a config needs transformers: pip install transformers; "
+            "package.module:function does not"
+        ) from None
     try:
         given = json.loads(file.read_text())
         kind = given.pop("model_type")

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from megacompile.plan.findings import Findings
 from megacompile.plan.scenario import Scenario
-from megacompile.text import as_lines, duration, format_bytes, percent, short_count
+from megacompile.text import WIDTH, as_lines, duration, format_bytes, percent, short_count
 from megacompile.views.critical_path import NONE
 
 _ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown
 _EXPLAINED = 0.02  # smaller shares are not shown
+_GAIN = 0.01  # of throughput; changes with a smaller one are not listed
 _FELT = 0.03  # of a step; the slowest rank is not shown if the others wait less for it
 
 Section = tuple[str, list[list[str]] | list[str]]  # a heading, and columns or sentences
@@ -64,9 +65,10 @@ def _title(found: Findings) -> str:
     count = sum(group.count for group in found.stages)
     ranks = f"{found.ranks}" if found.replicas == 1 else f"{found.replicas} x {found.ranks}"
     each = "" if found.ranks == 1 else f"each of {ranks} ranks' "
-    return (
+    return textwrap.fill(
         f"{found.model}, {short_count(found.parameters)} parameters, "
-        f"on {each}{found.hardware}: {count} stages of {found.templates} templates"
+        f"on {each}{found.hardware}: {count} stages of {found.templates} templates",
+        WIDTH,
     )
 
 
@@ -200,18 +202,19 @@ def _code_rows(found: Findings) -> list[list[str]]:
 
 
 def change_sections(found: Findings) -> list[Section]:
-    """The changes that were tried, with their gains; [] if none was."""
+    """The changes that help, with their gains: a faster step or, if this one does not fit, one that
+    does. Then the names of the others that were tried; [] if none was."""
+    fits = False not in (found.device.fits, found.host.fits)
     rows = [["change", "throughput", "step time", "device", "host"]]
+    others = []
     for change in found.changes:
-        sizes = (change.device_bytes, change.host_bytes)
-        rows.append(
-            [
-                change.name,
-                "-" if change.gain is None else f"{change.gain:+.0%}",
-                "-" if change.step_s is None else duration(change.step_s),
-                *("" if size is None else format_bytes(size) for size in sizes),
-            ]
-        )
-    notes = [f"{change.name}: {change.note}" for change in found.changes if change.note]
-    page: list[Section] = [("what would help", rows), ("", notes)]
-    return page if found.changes else []
+        if change.gain is None or (fits and change.gain < _GAIN):
+            others.append(change.name)
+            continue
+        sizes = (change.device_bytes or 0, change.host_bytes or 0)
+        figures = (duration(change.step_s or 0.0), *map(format_bytes, sizes))
+        rows.append([change.name, f"{change.gain:+.0%}", *figures])
+    page: list[Section] = [("what would help", rows)] if rows[1:] else []
+    if others:
+        page.append(("" if page else "what would help", [f"no help: {'; '.join(others)}"]))
+    return page

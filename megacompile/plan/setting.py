@@ -15,7 +15,9 @@ from megacompile.options import Options
 
 _MARGIN = 0.05  # of free device memory, for unplanned uses: fragmentation, cuBLAS, NCCL
 _MARGIN_BYTES = 4 * 2**30  # at most: these hardly grow with the memory
-_ASSUMED = H200.replace(name="this CPU (rates of an H200 assumed)")
+_ASSUMED = H200.replace(
+    name="this CPU (rates of an H200 assumed; python -m megacompile hardware measures its own)"
+)
 
 
 @dataclass(frozen=True, slots=True)

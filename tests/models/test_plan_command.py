@@ -66,7 +66,7 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = printed(capsys, folder, *SMALL, "--changes")
     total, of_token = (f"{count / 1000:.3g} K" for count in (numel(model), active))
     for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "TFLOP/s by 6NT",
-                  "what would help", "8-bit optimizer states",
+                  "what would help", "8-bit optimizer states", "python -m megacompile hardware",
                   f"{total} parameters ({of_token} active a token)"):  # fmt: skip
         assert words in out, words
     assert max(map(len, out.splitlines()[1:])) <= 100
@@ -241,6 +241,8 @@ def test_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "words"),
     [
         (["nowhere.json"], "'nowhere.json'"),
+        (["gpt.py"], "package.module:function (gpt:build for a function of gpt.py that returns"),
+        (["Qwen/Qwen2.5-7B"], "nothing is downloaded: for a name on a hub, pass its config.json"),
         (["no_such_module:f"], "No module named 'no_such_module'"),
         (["tests.configs:nothing"], "got int; needed a torch.nn.Module"),
         (["tests.configs:broken"], "ValueError: no such"),
@@ -311,4 +313,4 @@ def test_without_the_package_that_a_config_needs(
     folder = config(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["plan", folder]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install transformers; package.module:function " in capsys.readouterr().err
