@@ -7,6 +7,7 @@ at once. An error of the user prints one line on stderr and exits with code 2.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         command = self.prog.removeprefix("python -m ")
         self.exit(2, f"{command}: {message} (see --help)\n")
+
+    def add_count(self, name: str, default: int, help: str) -> None:
+        """Add an option for a positive int; the help ends with its default."""
+        help = f"{help}; default: {default}"
+        self.add_argument(name, type=positive, default=default, metavar="N", help=help)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,67 +125,51 @@ def rates(text: str) -> tuple[float, float]:
 # --- options of each command
 
 
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=positive, default=30, help="3 or more; default: 30")
+def _demo(parser: _Parser) -> None:
+    parser.add_count("--steps", 30, "3 or more")
     parser.add_argument("--code", action="store_true", help="print the schedule's Python too")
     _add_device(parser)
     help = "write the trace for ui.perfetto.dev and chrome://tracing"
     parser.add_argument("--save", metavar="FILE", help=help)
 
 
-def _hardware(parser: argparse.ArgumentParser) -> None:
+def _hardware(parser: _Parser) -> None:
     _add_device(parser)
     parser.add_argument("--disk", metavar="PATH", help="also measure the disk of this folder")
     parser.add_argument("--again", action="store_true", help="measure even if rates are cached")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _bench(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_device(parser)
-    add(
-        "--minutes", type=positive, default=10, metavar="N", help="begin no case after; default: 10"
-    )
-    help = "7.6B, 3.1B, 1.5B, 0.5B: the first that fits; default: these"
+def _bench(parser: _Parser) -> None:
+    add = functools.partial(parser.add_argument, nargs="+")
     modes = ("planned", "streamed", "backward", "plain", "torch.compile")
-    add(
-        "--modes",
-        nargs="+",
-        choices=modes,
-        metavar="MODE",
-        help=f"{', '.join(modes)}; default: all",
-    )
-    add(
-        "--models",
-        nargs="+",
-        choices=("7.6B", "3.1B", "1.5B", "0.5B", "tiny"),
-        metavar="MODEL",
-        help=help,
-    )
-    add("--batch", type=positive, default=8, metavar="N", help="sequences per step; default: 8")
-    add(
-        "--seq", type=positive, default=1024, metavar="N", help="tokens per sequence; default: 1024"
-    )
-    add("--json", action="store_true", help="print JSON")
+    models = ("7.6B", "3.1B", "1.5B", "0.5B")
+    _add_device(parser)
+    parser.add_count("--minutes", 10, "begin no case after")
+    add("--modes", choices=modes, metavar="MODE", help=f"{', '.join(modes)}; default: all")
+    help = f"{', '.join(models)}: the first that fits; default: these"
+    add("--models", choices=(*models, "tiny"), metavar="MODEL", help=help)
+    parser.add_count("--batch", 8, "sequences per step")
+    parser.add_count("--seq", 1024, "tokens per sequence")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def _add_device(parser: _Parser) -> None:
     parser.add_argument("--device", help="cuda:0, cpu; default: the GPU if there is one")
 
 
-def _plan(parser: argparse.ArgumentParser) -> None:
+def _plan(parser: _Parser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
     add("--gpu", type=str.lower, choices=NAMES, default="h200", help="default: h200")
-    help = "GPUs of one host that share the model"
-    add("--gpus", type=positive, default=1, metavar="N", help=help)
+    parser.add_count("--gpus", 1, "GPUs of one host that share the model")
     help = (
         "bandwidth from the other GPUs to one, with --gpus; default: the GPU's NVLink. A rate no "
         "faster than the link to the host is assumed to share that link"
     )
     add("--interconnect", type=float, metavar="GB/S", help=help)
     help = "hosts that replicate the model, each with --gpus (a mesh of two dimensions)"
-    add("--hosts", type=positive, default=1, metavar="N", help=help)
+    parser.add_count("--hosts", 1, help)
     help = (
         "bandwidth from other hosts to one GPU while all GPUs communicate, with --hosts; "
         f"default: {ASSUMED_NETWORK_GB_S:g}, 100 Gbit/s each"
@@ -212,10 +202,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "default: measured by `hardware --disk PATH`"
     )
     add("--disk-rates", type=rates, metavar="R/W", help=help)
-    help = "sequences per step and GPU; default: 16"
-    add("--batch", type=positive, default=16, metavar="N", help=help)
-    help = "tokens per sequence; default: 1024"
-    add("--seq", type=positive, default=1024, metavar="N", help=help)
+    parser.add_count("--batch", 16, "sequences per step and GPU")
+    parser.add_count("--seq", 1024, "tokens per sequence")
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="default: adamw")
     help = "of the optimizer's moments; same: the parameters'; default: float32"
     add("--state-dtype", choices=(*STATE_DTYPES, "same"), default="float32", help=help)
