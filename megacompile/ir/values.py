@@ -106,29 +106,31 @@ def left_on_host(schedule: Schedule) -> list[TensorMeta]:
     return [m for m in metas if isinstance(m, TensorMeta) and m.symbolic is None]
 
 
-def copied_away(schedule: Schedule) -> dict[str, fx.Node]:
-    """The forward's copies on the host or a disk, by their names in the backward."""
-    kinds = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
-    return {n.name: n for n in ops.nodes_that(schedule.forward, lambda op: op.gives in kinds)}
+def copied_away(forward: fx.Graph) -> dict[str, tuple[Value | None, str]]:
+    """The forward's copies on the host or a disk, by name: their kind, and the copied value."""
+    found: dict[str, tuple[Value | None, str]] = {}
+    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # disk copies after host copies
+        value, kind = ops.arguments(node)[1], effects(node).gives
+        found[node.name] = kind, found.get(value.name, (kind, value.name))[1]
+    return found
 
 
-def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
-    """The forward's value that the backward fetches from the host; any other value unchanged. The
-    backward has a placeholder of the copy's name in `copies`, which `copied_away` returns."""
+def elsewhere(forward: fx.Graph) -> dict[str, str]:
+    """The saved values offloaded to the host or a disk, by the name of the copy."""
+    return {name: value for name, (_, value) in copied_away(forward).items()}
+
+
+def fetched_from(copies: Mapping[str, tuple[Value | None, str]], value: fx.Node) -> str:
+    """The name of the forward's value that the backward fetches from the host; of any other value,
+    its own. The backward has a placeholder of the copy's name in `copied_away`."""
     on_host = taken(value, Value.SAVED_ON_HOST)
     if effects(value).gives is not Value.SAVED or on_host is None:
-        return value
+        return value.name
     on_disk = taken(on_host, Value.SAVED_ON_DISK)
     kind = Value.SAVED_ON_HOST if on_disk is None else Value.SAVED_ON_DISK
     copy = on_disk or on_host
-    node = copies.get(copy.name) if copy.op == "placeholder" else None
-    if node is None or effects(node).gives is not kind:
-        return value
-    source: Any = node.args[1]
-    if kind is Value.SAVED_ON_DISK and isinstance(source, fx.Node) and len(source.args) > 1:
-        source = source.args[1]
-    assert isinstance(source, fx.Node)
-    return source
+    known, source = copies.get(copy.name, (None, ""))
+    return source if copy.op == "placeholder" and known is kind else value.name
 
 
 def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
@@ -240,15 +242,6 @@ def tangents_of(backward: fx.Graph) -> dict[int, str]:
     """The names of the placeholders for outputs' gradients, by the output."""
     nodes = backward.find_nodes(op="placeholder")
     return {node.meta["tangent"]: node.name for node in nodes if "tangent" in node.meta}
-
-
-def elsewhere(forward: fx.Graph) -> dict[str, str]:
-    """The saved values offloaded to the host or a disk, by the name of the copy."""
-    found: dict[str, str] = {}
-    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # disk copies after host copies
-        value: Any = node.args[1]
-        found[node.name] = found.get(value.name, value.name)
-    return found
 
 
 def computed_outputs(outputs: Sequence[Any]) -> list[int]:

@@ -20,7 +20,6 @@ from megacompile.ir.ops import Part, Takes, Value, effects
 from megacompile.ir.stages import ArgRef, SavedRef, Stage
 from megacompile.ir.values import (
     bucket_of,
-    elsewhere,
     fetched_from,
     groups,
     kind_of,
@@ -102,7 +101,7 @@ def _declared(view: View, node: fx.Node, takes: Takes) -> Wanted:
         value = view.source(given)
         if takes.kind in (None, *_COPIES):
             is_saved = effects(node).gives is Value.SAVED
-            return not is_saved or fetched_from(view.copies, node) is not node
+            return not is_saved or fetched_from(view.copies, node) != node.name
         if kind_of(value) is not takes.kind:
             return False
         if takes.like is not None:
@@ -128,11 +127,10 @@ def _made_of(value: Any) -> Any:
 
 def _read_on_the_device(view: View) -> Iterator[Hazard]:
     """Ops other than fetches take values in device memory, and no tokens."""
-    names = elsewhere(view.schedule.forward)
     for node in view.that(lambda op: op.frees is None):
         allowed = [taken(node, kind) for kind in _COPIES]
         for value in reads(node):
-            is_copy = value.op == "placeholder" and value.name in names
+            is_copy = value.op == "placeholder" and value.name in view.copies
             is_copy = is_copy or effects(value).gives in _COPIES
             if (is_copy and value not in allowed) or token_of(value) is not None:
                 message = f"{label(node)} takes {value.name}, which is not in device memory"
@@ -198,7 +196,7 @@ class _Stages:
                     return False
                 return bool(ops.arguments(again)[0].index == ops.arguments(call)[0].index)
             known = [user.name for user in source.users if effects(user).gives is Value.COPY]
-            return fetched_from(self.view.copies, value).name in (source.name, *known)
+            return fetched_from(self.view.copies, value) in (source.name, *known)
 
         name = "" if source is None else f", which was {source.name} in the forward"
         return f"argument {index}{name}", required, is_right
@@ -218,7 +216,7 @@ class _Stages:
                 if source.target is ops.recompute:
                     return bool(source.args[0].index == stage.index and value.args[1] == index)
                 given = source.op == "placeholder" or kind_of(source) is Value.SAVED
-                return given and kept.get(fetched_from(self.view.copies, value).name) == index
+                return given and kept.get(fetched_from(self.view.copies, value)) == index
 
             return f"saved tensor {index}", index in read, is_right
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.edges import waits_for
-from megacompile.ir.ops import Op
+from megacompile.ir.ops import Op, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import copied_away, left_by_backward, producer
@@ -68,12 +68,12 @@ class View:
     order: Order
     left: Mapping[fx.Node, fx.Node]  # an update's placeholders -> the backward's values
     forwards: Mapping[int, fx.Node]  # by the index of its stage
-    copies: Mapping[str, fx.Node]  # the forward's copies on the host or on a disk, by name
+    copies: Mapping[str, tuple[Value | None, str]]  # see `copied_away`
 
     @staticmethod
     def all_of(schedule: Schedule) -> list[View]:
         """A view of each graph of the schedule."""
-        left, copies = left_by_backward(schedule), copied_away(schedule)
+        left, copies = left_by_backward(schedule), copied_away(schedule.forward)
         forwards = ops.calls_by_stage(schedule.forward, ops.forward)
         return [
             View(schedule, name, graph, Order(graph), left, forwards, copies)
