@@ -15,7 +15,7 @@ The device has two buffers for parameters, and the activations between layers. S
 On the CPU, losses and parameters equal those of the plain model in every bit. The model here has no
 buffers, and each parameter has one reader. megacompile adds the rest: any model, shapes and graph
 breaks, plans that fill the memory, a proof that a schedule is free of races, updates that overlap,
-autograd and optimizers as the user wrote them.
+autograd and optimizers as the user wrote them. docs/design.md says where it has each step.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class Action:
 
 
 def schedule(count: int, slots: int = 2) -> list[Action]:
-    """Forward, then backward. While a stage computes in one slot, the next stage's bucket is copied
-    into the other. A backward runs its stage's forward again: only inputs of stages are saved."""
+    """Forward, then backward. While a stage computes in one slot, the next bucket is copied into
+    the other (the last stage's twice). A backward repeats its forward: only inputs are kept."""
     order = [(i, "F") for i in range(count)] + [(i, "B") for i in reversed(range(count))]
     actions = [Action(0, "PREFETCH", 0)]
     for k, (stage, kind) in enumerate(order):
