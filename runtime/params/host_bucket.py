@@ -26,6 +26,7 @@ from megacompile.runtime.params.pending import Fill, Pending
 
 _STRIDE = torch.Tensor.stride
 StateDtype = torch.dtype | str  # or "int8"
+StateDtypes = Mapping[str, Mapping[int, StateDtype]]  # of states, by name and parameter index
 OWN_USERS = 3  # users of a parameter's memory: the bucket, the parameter, its proxy
 
 
@@ -342,36 +343,36 @@ class StateMemory:
         for owned in self._owned.values():
             yield from owned.memory
 
-    def make(
-        self, owner: object, name: str, dtypes: Mapping[int, StateDtype], *, pin: bool
-    ) -> None:
-        """Allocate an optimizer's zero state for the parameters, by index, that have none of that
-        dtype yet. In 8 bits: codes, and the absolute maximum of each block. `pin` page-locks it."""
-        there = self.of(owner).setdefault(name, {})
-        missing: dict[int, StateDtype] = {
-            i: dtype
-            for i, dtype in dtypes.items()
-            if (have := there.get(i)) is None
-            or ("int8" if isinstance(have, tuple) else have.dtype) != dtype
-        }
-        if not missing:
-            return
-        owned, (wide, narrow) = self._owned[owner], _by_width(missing)
-        if wide:
-            new = functools.partial(self._home.state_buffer, pin=pin)
-            tensors, whole, buffer = self._home.like(wide, new)
-            owned.memory.append(whole)
-            if isinstance(buffer, HostBuffer):  # new pages are zero
-                owned.blank |= {(name, i) for i in wide}
-                owned.buffers.append(ref(buffer))
-            there |= tensors
-        if narrow:
-            layout = self._codes(narrow)
-            buffer = self._home.state_buffer(layout.size_bytes, pin=pin)
-            if isinstance(buffer, HostBuffer):
-                owned.buffers.append(ref(buffer))
-            codes = [buffer.tensor(place) for place in layout.params]
-            there |= {i: (codes[2 * k], codes[2 * k + 1]) for k, i in enumerate(narrow)}
+    def make(self, owner: object, wanted: StateDtypes, *, pin: bool) -> None:
+        """Allocate an optimizer's zero states for the parameters that have none of that dtype yet.
+        In 8 bits: codes, and the absolute maximum of each block. `pin` page-locks them."""
+        by_name = self.of(owner)
+        for name, dtypes in wanted.items():
+            there = by_name.setdefault(name, {})
+            missing: dict[int, StateDtype] = {
+                i: dtype
+                for i, dtype in dtypes.items()
+                if (have := there.get(i)) is None
+                or ("int8" if isinstance(have, tuple) else have.dtype) != dtype
+            }
+            if not missing:
+                continue
+            owned, (wide, narrow) = self._owned[owner], _by_width(missing)
+            if wide:
+                new = functools.partial(self._home.state_buffer, pin=pin)
+                tensors, whole, buffer = self._home.like(wide, new)
+                owned.memory.append(whole)
+                if isinstance(buffer, HostBuffer):  # new pages are zero
+                    owned.blank |= {(name, i) for i in wide}
+                    owned.buffers.append(ref(buffer))
+                there |= tensors
+            if narrow:
+                layout = self._codes(narrow)
+                buffer = self._home.state_buffer(layout.size_bytes, pin=pin)
+                if isinstance(buffer, HostBuffer):
+                    owned.buffers.append(ref(buffer))
+                codes = [buffer.tensor(place) for place in layout.params]
+                there |= {i: (codes[2 * k], codes[2 * k + 1]) for k, i in enumerate(narrow)}
 
     def sizes(self, dtypes: Mapping[int, StateDtype]) -> list[int]:
         """Bytes of the buffers that `make` allocates for a state."""

@@ -20,7 +20,7 @@ from megacompile.runtime.optim.blockwise import BlockwiseTensor, to_plain
 from megacompile.runtime.optim.rule import State
 from megacompile.runtime.optim.rules import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.params.guards import opened, release
-from megacompile.runtime.params.host_bucket import HostBucket, StateDtype
+from megacompile.runtime.params.host_bucket import HostBucket, StateDtypes
 
 
 class Trained(NamedTuple):
@@ -242,12 +242,11 @@ def move_states(old: HostBucket, new: HostBucket) -> None:
     for owner in old.states.owners():
         assert isinstance(owner, Optimizer)
         named = old.states.of(owner)
-        for name, states in named.items():
-            dtypes: dict[int, StateDtype] = {
-                i: "int8" if isinstance(state, tuple) else state.dtype
-                for i, state in states.items()
-            }
-            new.states.make(owner, name, dtypes, pin=new.pin)
+        dtypes: StateDtypes = {
+            name: {i: "int8" if isinstance(s, tuple) else s.dtype for i, s in states.items()}
+            for name, states in named.items()
+        }
+        new.states.make(owner, dtypes, pin=new.pin)
         for i, param in enumerate(new.params):
             state = owner.state.get(param, {})
             names = [name for name in named if i in named[name] and name in state]

@@ -91,7 +91,13 @@ class StepParts:
             self._look_at(update, trained)
         update.first = update.first_steps()
         if update.first and rule is not None and bucket.disk is None:
-            self._make_first(optimizer, rule, update, trained)
+            # the memory of the states that it makes: if that is short, nothing has changed yet
+            dtypes: dict[str, dict[int, StateDtype]] = {}
+            for step in update.first:
+                for name in rule.state_names(step.group):
+                    value = bucket.values[step.index]
+                    dtypes.setdefault(name, {})[step.index] = value.dtype
+            bucket.states.make(optimizer, dtypes, pin=self.cuda)
         if offer is not None:
             by_rule = place is UpdatePlace.HOST and backend.by_rule
             if by_rule and not update.aliased and offer.fits(update.steps):
@@ -132,23 +138,6 @@ class StepParts:
             step = update.steps[k]
             foreign = step.grad is not grads.get(step.index)
             step.intact = not foreign and who.version == compat.version(gradient)
-
-    def _make_first(
-        self,
-        optimizer: Optimizer,
-        rule: OptimizerRule,
-        update: BucketUpdate,
-        trained: Iterable[Trained],
-    ) -> None:
-        """Allocate host memory for the states of an optimizer's own first step, which its rule
-        knows: if memory is short, nothing has changed yet."""
-        new = {step.index for step in update.first}
-        named: dict[str, dict[int, StateDtype]] = {}
-        for each in trained:
-            for name in rule.state_names(each.group) if each.at in new else ():
-                named.setdefault(name, {})[each.at] = each.param.dtype
-        for name, dtypes in named.items():
-            update.bucket.states.make(optimizer, name, dtypes, pin=self.cuda)
 
     @staticmethod
     def _look_at(update: BucketUpdate, trained: Iterable[Trained]) -> None:
@@ -200,15 +189,13 @@ class StepParts:
         for each in trained:
             if rule is None:
                 names.append(optimizer_states.names_like(each.param, each.state))
-                for name in names[-1]:
-                    wanted.setdefault(name, {})[each.at] = each.state[name].dtype
+                dtype = None  # each state keeps its own
             else:
                 names.append(of_group[id(each.group)])
                 dtype = self.state_dtype(each.param)
-                for name in names[-1]:
-                    wanted.setdefault(name, {})[each.at] = dtype
-        for name, dtypes in wanted.items():
-            bucket.states.make(optimizer, name, dtypes, pin=pin and self.cuda)
+            for name in names[-1]:
+                wanted.setdefault(name, {})[each.at] = dtype or each.state[name].dtype
+        bucket.states.make(optimizer, wanted, pin=pin and self.cuda)
         steps = []
         buffers = bucket.states.of(optimizer)
         hypers: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}

@@ -298,9 +298,8 @@ class Updates:
             for name in names_like(compat.local(param), step.states):
                 state[name] = compat.like(param, step.states[name])
             names = names_like(param, state)
-            for name in names:
-                dtypes = {step.index: state[name].dtype}
-                bucket.states.make(optimizer, name, dtypes, pin=self.parts.cuda)
+            dtypes = {name: {step.index: state[name].dtype} for name in names}
+            bucket.states.make(optimizer, dtypes, pin=self.parts.cuda)
             optimizer_states.adopt(optimizer, bucket, step.index, state, names)
             drop_empty(optimizer, [param])
 
