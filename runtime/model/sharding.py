@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from megacompile.packed import packed_parameters
 from megacompile.runtime.device.ranks import Ranks, checksum
 from megacompile.runtime.params.guards import guard_dtensors
 from megacompile.runtime.step import hooks
-
-Sites = list[tuple[dict[str, Any], str]]  # the modules' attributes that hold a parameter
 
 
 def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, nn.Parameter]:
@@ -51,31 +49,20 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
     differ = [tensor for tensor, *each in zip(tensors, *sums, strict=True) if len(set(each)) > 1]
     ranks.send_first(differ, f"values of {type(model).__name__}")
     made: dict[int, nn.Parameter] = {}
-    for param, sites in sites_of(model):
+    for param in model.parameters():
         first, shape = ranks.rows(tuple(param.shape))
         if param.is_meta:
             part = torch.empty(shape, dtype=param.dtype)
         else:
             part = param.detach().narrow(0, first, shape[0]).contiguous()
-        whole = made[id(param)] = compat.sharded_parameter(
+        made[id(param)] = compat.sharded_parameter(
             part, ranks.mesh, ranks.placements, param.shape, requires_grad=param.requires_grad
         )
-        for holder, name in sites:
-            holder[name] = whole
+    for holder in compat.holders(model.modules(), "parameters"):
+        holder.update({name: made[id(p)] for name, p in holder.items() if p is not None})
     for optimizer in optimizers:
         _replace_params(optimizer, made)
     return made
-
-
-def sites_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
-    """Every parameter, once, with the module attributes that hold it."""
-    found: dict[int, tuple[nn.Parameter, Sites]] = {}
-    for module in compat.modules_of(model):
-        holder = compat.parameters_of(module)
-        for name, param in holder.items():
-            if param is not None:
-                found.setdefault(id(param), (param, []))[1].append((holder, name))
-    yield from found.values()
 
 
 def _check(model: nn.Module, *, meta: bool) -> None:
