@@ -30,9 +30,9 @@ from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.model_buckets import ModelBuckets, buffers_to, show_again
 from megacompile.runtime.model.program import first_line
 from megacompile.runtime.params import optimizer_states
-from megacompile.runtime.params.gradient_guards import is_taken, lazy_of
 from megacompile.runtime.params.guards import release, unguarded
 from megacompile.runtime.params.host_bucket import HostBucket
+from megacompile.runtime.params.parameter_gradients import is_there, open_lazy
 from megacompile.runtime.params.swap import Undos, undone
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
@@ -337,8 +337,9 @@ def _bytes(bucket: HostBucket) -> int:
 def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) -> None:
     """Move a parameter and its gradient to their own memory."""
     param = bucket.params[index]
-    taken = _taken(param)
-    gradient = None if taken is None else taken.to(device, param.dtype, copy=True)
+    open_lazy(param.grad)
+    given = param.grad.detach() if is_there(param.grad) else None
+    gradient = None if given is None else given.to(device, param.dtype, copy=True)
     release(param)
     undos.append(functools.partial(show_again, [(param, gradient)]))
     if param.data_ptr() == bucket.homes[index] or param.device != device:
@@ -346,14 +347,3 @@ def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) ->
     param.grad = None
     if param.requires_grad:
         param.grad_dtype = param.dtype  # this hint is for megacompile()
-
-
-def _taken(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """A parameter's gradient as a plain tensor."""
-    gradient = param.grad
-    if gradient is None or is_taken(gradient):
-        return None
-    if (lazy := lazy_of(gradient)) is not None:
-        lazy.open(gradient)
-    release(gradient)
-    return gradient.detach()

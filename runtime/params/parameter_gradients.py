@@ -172,7 +172,7 @@ class Gradients:
             bucket.pending.settle()
             backward.norms.pop(key, None)
             for i in () if fresh else params:
-                _open(bucket.params[i].grad)
+                open_lazy(bucket.params[i].grad)
             if bucket.resident is not None:
                 self._forget(key, bucket)
             elif not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
@@ -234,7 +234,7 @@ class Gradients:
         for i, param in enumerate(self.buckets[key].params):
             gradient = param.grad
             if is_there(gradient):
-                _open(gradient)
+                open_lazy(gradient)
                 taken[i] = compat.local(gradient).detach(), is_unsummed(gradient)
                 param.grad = None
         return taken
@@ -279,7 +279,8 @@ class Gradients:
                 bucket.grads[i] = before
 
 
-def _open(gradient: torch.Tensor | None) -> None:
+def open_lazy(gradient: torch.Tensor | None) -> None:
+    """Apply the factor of a lazy gradient, which is plain then."""
     who = lazy_of(gradient)
     if gradient is not None and who is not None:
         who.open(gradient)
