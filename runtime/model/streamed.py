@@ -360,14 +360,8 @@ def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
 
 def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
     """The streamed model that owns a submodule's parameters. Raises a ModelError: there is none."""
-    is_module = isinstance(module, nn.Module)
-    if not is_module:
-        return streamed_model(module, caller)  # raises
-    found = compat.compiled_call(module)
-    if isinstance(found, StreamedModel):
-        return found
-    params = list(module.parameters())
+    params = list(module.parameters()) if isinstance(module, nn.Module) else []
     for streamed in LIVE:
-        if any(map(streamed.buckets.owns, params)):
+        if streamed.model is module or any(map(streamed.buckets.owns, params)):
             return streamed
     return streamed_model(module, caller)
