@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -274,7 +275,10 @@ class PassThrough(DistributedDataParallel):
         nn.Module.__init__(self)
         self.module, self.process_group, self.ranks = module, group, ranks
         self.device_ids = None
-        self.reducer: Any = _Nothing()
+        # Lightning's manual optimization prepares it for a backward
+        self.reducer: Any = SimpleNamespace(
+            _rebuild_buckets=lambda: False, prepare_for_backward=lambda outputs: None
+        )
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.find_unused_parameters = self.static_graph = False
         syncs = map(given.get, ("forward_sync_buffers", "broadcast_buffers"))  # 2.13 renamed it
@@ -306,13 +310,3 @@ class PassThrough(DistributedDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Do nothing; Lightning calls it at the end."""
         return {}
-
-
-class _Nothing:
-    """Stand-in for the reducer, which Lightning's manual optimization prepares for a backward."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
-        del outputs
