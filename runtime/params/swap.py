@@ -273,7 +273,7 @@ class Proxies:
                 if value is not None and param is not value:
                     if not isinstance(value, nn.Parameter) or id(value) in given:
                         found.append((holder, name, param, value))
-        return StandIns(found)
+        return StandIns(*zip(*found, strict=True)) if found else StandIns()
 
 
 _TRAINED = operator.attrgetter("requires_grad")
@@ -306,25 +306,24 @@ def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], .
     return holders, [*map(len, holders)], names, packed, params
 
 
-class StandIns:
-    """Tensors that replaced a model's parameters, for `torch.func.functional_call`: (holder, name,
-    parameter, tensor). They may depend on parameters, so they are ordinary inputs of the call."""
+class StandIns(NamedTuple):
+    """Tensors that replaced a model's parameters, for `torch.func.functional_call`, and their
+    places. They may depend on parameters, so they are ordinary inputs of the call."""
 
-    def __init__(
-        self, sites: Sequence[tuple[dict[str, Any], str, nn.Parameter | None, torch.Tensor]]
-    ) -> None:
-        columns: Any = zip(*sites, strict=True) if sites else ((),) * 4
-        self._holders, self._names, self._params, self._tensors = map(list, columns)
+    holders: Sequence[dict[str, Any]] = ()
+    names: Sequence[str] = ()
+    params: Sequence[nn.Parameter | None] = ()
+    tensors: Sequence[torch.Tensor] = ()
 
     def take_out(self, undos: Undos) -> None:
-        replace(self._holders, self._names, self._tensors, self._params, undos)
+        replace(self.holders, self.names, self.tensors, self.params, undos)
 
     def put_in(self, place: Callable[[torch.Tensor], torch.Tensor], undos: Undos) -> None:
         """Replace the parameters by the results of `place` for the tensors, until the undos run."""
-        distinct = {id(tensor): tensor for tensor in self._tensors}
+        distinct = {id(tensor): tensor for tensor in self.tensors}
         placed = {key: place(tensor) for key, tensor in distinct.items()}
-        inside = [placed[id(tensor)] for tensor in self._tensors]
-        replace(self._holders, self._names, self._params, inside, undos)
+        inside = [placed[id(tensor)] for tensor in self.tensors]
+        replace(self.holders, self.names, self.params, inside, undos)
 
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
