@@ -149,7 +149,7 @@ class StreamedParameter(ParameterLooks, torch.Tensor):  # type: ignore[override]
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if self.param is None or self.is_view:
-            _GRAD.__set__(self, value)
+            torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
         else:
             self.param.grad = None if value is None else value.to(self.param.device)
 
@@ -272,9 +272,6 @@ def _copied(value: Any) -> Any:
         value.use()
         return value.fetched()
     return value
-
-
-_GRAD: Any = torch.Tensor.grad
 
 
 class Link(torch.autograd.Function):
