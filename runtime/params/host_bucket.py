@@ -80,8 +80,7 @@ class HostBucket:
         # (size_bytes,) uint8: of this rank's part
         self.flat = self._buffer.bytes(layout.size_bytes)
         self.streamed = [self._buffer.tensor(place) for place in layout.params]
-        self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
-        self._grad_memory: torch.Tensor | None = None  # its entry with the gradients
+        self._memory: dict[str, torch.Tensor] = {}  # flat, uint8: of "masters" and "gradients"
         # the parameters' memory: the streamed one, if it holds them
         self._masters, self.values = self._buffer, self.streamed
         self.has_copy = not same
@@ -112,12 +111,10 @@ class HostBucket:
         """Allocate the parameters apart from their streamed copies. Packed parameters have no
         masters: they are streamed themselves."""
         whole = [i for i, place in enumerate(self.layout.params) if not place.packed]
-        masters, end = _places(self.layout, {i: self.params[i].dtype for i in whole})
-        self._masters = self.new_buffer(end, pin=self.pin_masters)
-        self._memory.append(self._masters.bytes(end))
-        self.values = list(self.streamed)
-        for i, place in masters.items():
-            self.values[i] = self._masters.tensor(place)
+        dtypes = {i: self.params[i].dtype for i in whole}
+        new = functools.partial(self.new_buffer, pin=self.pin_masters)
+        masters, self._memory["masters"], self._masters = self.like(dtypes, new)
+        self.values = [masters.get(i, value) for i, value in enumerate(self.streamed)]
 
     def _take(self) -> None:
         """Copy the parameters into the bucket's memory and point them to it."""
@@ -236,10 +233,8 @@ class HostBucket:
 
     def make_grads(self) -> None:
         """Allocate the gradients' memory: once, and again if the user still holds the last ones."""
-        self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
         new = functools.partial(self.new_buffer, pin=self.pin)
-        self.grads, self._grad_memory, _ = self.like(self.grad_dtypes(), new)
-        self._memory.append(self._grad_memory)
+        self.grads, self._memory["gradients"], _ = self.like(self.grad_dtypes(), new)
 
     def make_grad(self, index: int) -> torch.Tensor:
         """Allocate memory for one gradient of a resident bucket."""
@@ -297,7 +292,7 @@ class HostBucket:
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
         start, size = first.data_ptr(), numel * first.itemsize
-        for memory in (self.flat, *self._memory, *self.states.memory()):
+        for memory in (self.flat, *self._memory.values(), *self.states.memory()):
             offset = start - memory.data_ptr()
             if 0 <= offset and offset + size <= memory.numel():
                 return memory[offset : offset + size].view(first.dtype)
