@@ -334,7 +334,7 @@ class ModelBuckets:
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
         moved = [p for p in whole if compat.local(p).data_ptr() not in ours]
-        known = {id(param) for bucket in buckets for param in bucket.params}
+        known = self.machine.gradients.places
         warn_of_aliases(self.model, are_parts(p for p in moved if id(p) in known), self)
         new = shared_memory.with_aliases(p for p in moved if id(p) not in known)
         warn_of_aliases(self.model, new, self)
