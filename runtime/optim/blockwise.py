@@ -161,9 +161,6 @@ class BlockwiseTensor(torch.Tensor):
         self.codes, self.absmax, self.signed, self.settle = codes, absmax, signed, settle
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"{type(self).__name__}({self.plain()!r})"
