@@ -113,13 +113,12 @@ class EagerNotice:
 
 def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
     """The share of a model's parameters, given by ids, as text."""
-    ids = set(some)
     every = {id(param): param.nbytes for param in params}
-    part, whole = sum(every[i] for i in ids & every.keys()), sum(every.values())
-    percent = 100 * part / max(whole, 1)
+    ours = every.keys() & set(some)
+    part, whole = sum(map(every.__getitem__, ours)), sum(every.values())
     return (
-        f"{len(ids & every.keys())} of {len(every)} parameters ({format_bytes(part)} of "
-        f"{format_bytes(whole)}, {percent:.0f} %)"
+        f"{len(ours)} of {len(every)} parameters ({format_bytes(part)} of {format_bytes(whole)}, "
+        f"{100 * part / max(whole, 1):.0f} %)"
     )
 
 
