@@ -139,13 +139,13 @@ def _norms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     consumed some gradients, only the norms that are not recorded are computed."""
     tensors = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
     states = set(map(state_of, tensors))
-    guards = [(_known(tensor), tensor) for tensor in tensors]
+    guards = [(guard_of(tensor), tensor) for tensor in tensors]
     order = args[1] if len(args) == 2 else kwargs.get("ord", 2)
     if len(args) > 2 or kwargs.keys() - {"ord"} or not isinstance(order, (int, float)):
         return NotImplemented
     found: list[torch.Tensor] = []
     for who, tensor in guards:
-        norm = None if who is None else who.norm(tensor, order)
+        norm = who.norm(tensor, order) if isinstance(who, GradientGuard) else None
         if norm is None:
             if GuardState.TAKEN not in states or is_taken(tensor):
                 return NotImplemented
@@ -210,15 +210,10 @@ _SERVED: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
 }
 
 
-def _known(tensor: Any) -> GradientGuard | None:
-    who = guard_of(tensor)
-    return who if isinstance(who, GradientGuard) else None
-
-
 def lazy_of(tensor: torch.Tensor | None) -> GradientGuard | None:
     """The guard of a lazy gradient; None for any other."""
-    who = _known(tensor)
-    return who if who is not None and who.state is GuardState.LAZY else None
+    who = guard_of(tensor)
+    return who if isinstance(who, GradientGuard) and who.state is GuardState.LAZY else None
 
 
 def is_taken(gradient: torch.Tensor | None) -> bool:
