@@ -52,7 +52,7 @@ import torch
 
 from megacompile import notices
 from megacompile.errors import DiskError
-from megacompile.runtime.device.background import Background, Completion
+from megacompile.runtime.device.background import Background, Completion, nothing
 from megacompile.text import format_bytes
 
 CHUNK_BYTES = 32 * 2**20  # maximum; see [Note: chunks]
@@ -84,10 +84,6 @@ class FileSpan:
     memory: Callable[[], torch.Tensor]
     """Returns the memory, flat uint8 on the host, once it exists; called from any thread. Direct
     I/O needs multiples of the alignment as address, place and size."""
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class Disk:

@@ -88,6 +88,10 @@ def _register() -> None:
     )
 
 
+def nothing() -> None:
+    """Do nothing: the work of an op that only waits, and a request's default callbacks."""
+
+
 class Completion:
     """The completion of work on a stream (`event`) or in a thread (`future`); with neither, it is
     complete."""

@@ -20,7 +20,7 @@ from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
 from megacompile.options import Lowering, Options
-from megacompile.runtime.device.background import Background, WeakIdSet
+from megacompile.runtime.device.background import Background, WeakIdSet, nothing
 from megacompile.runtime.device.buffers import HostBudget
 from megacompile.runtime.device.pool import BufferPool, SavedDisk
 from megacompile.runtime.device.ranks import Ranks
@@ -278,10 +278,6 @@ class OpGroup:
 
     def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
         raise AssertionError("free is printed as del")
-
-
-def nothing() -> None:
-    """The work of an op that only waits."""
 
 
 def handles(values: Any) -> list[Handle]:

@@ -14,11 +14,11 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.ops import Part
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.runtime.device.background import Completion
+from megacompile.runtime.device.background import Completion, nothing
 from megacompile.runtime.device.pool import OnDisk, OnHost, completion_of, empty
 from megacompile.runtime.device.streams import Handle, wait_for_host
 from megacompile.runtime.disk import Request
-from megacompile.runtime.ops.machine import Group, OpGroup, handles, nothing
+from megacompile.runtime.ops.machine import Group, OpGroup, handles
 from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.updates.staging import BucketLease
 from megacompile.runtime.updates.update import flat
