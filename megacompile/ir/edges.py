@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from torch import fx
@@ -34,41 +33,8 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part, Value, effects
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import producer, reads, taken
+from megacompile.ir.values import producer, taken
 from megacompile.text import format_bytes
-
-
-class EdgeKind(StrEnum):
-    """The reason why the second op comes after the first."""
-
-    DATA = "data"  # it reads a value that the first returns
-    AFTER = "after"  # it waits until the first has finished with a slot or memory
-    STREAM = "stream"  # it is next on the same in-order stream
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """The second op starts after the first has finished."""
-
-    first: fx.Node  # an op, or a placeholder for a value of an earlier graph
-    second: fx.Node
-    kind: EdgeKind
-
-
-def edges(graph: fx.Graph) -> Iterator[Edge]:
-    """All edges of a graph, in program order of the second ops. For pictures, includes the edges of
-    ops that name others without waiting (`not op.waits`)."""
-    last: dict[Stream, fx.Node] = {}
-    for node in ops.nodes_of(graph):
-        after: Any = node.kwargs.get("after", ())
-        for kind, values in ((EdgeKind.DATA, reads(node)), (EdgeKind.AFTER, after)):
-            for source in map(producer, values):
-                yield Edge(source, node, kind)
-        stream = effects(node).stream
-        if stream.in_order:
-            if stream in last:
-                yield Edge(last[stream], node, EdgeKind.STREAM)
-            last[stream] = node
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:

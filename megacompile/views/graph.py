@@ -16,13 +16,18 @@ not order ops within a run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import networkx as nx
+from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.edges import EdgeKind, Maker, edges, makers, stands_for
+from megacompile.ir.edges import Maker, makers, stands_for
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
+from megacompile.ir.stream import Stream
+from megacompile.ir.values import producer, reads
 from megacompile.views.timeline import OpInfo
 
 
@@ -54,19 +59,13 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
                 bytes=info.size_bytes,
             )
     for name, graph in schedule.graphs.items():
-        for edge in edges(graph):
-            kind = str(edge.kind)
-            if edge.kind is not EdgeKind.STREAM and not ops.effects(edge.second).waits:
-                kind = "names"
-            source: Maker | None = name, edge.first
-            if edge.first.op == "placeholder":
-                source = maker.get(stands_for(schedule, edge.first))
-                if edge.kind is EdgeKind.DATA:
-                    kind = "data"
-                elif kind == "after":
-                    kind = "token"
+        for first, second, kind in _edges(graph):
+            source: Maker | None = name, first
+            if first.op == "placeholder":
+                source = maker.get(stands_for(schedule, first))
+                kind = "token" if kind == "after" else kind
             if source is not None and ops.op_of(source[1]) is not None:
-                pair = f"{source[0]}.{source[1].name}", f"{name}.{edge.second.name}"
+                pair = f"{source[0]}.{source[1].name}", f"{name}.{second.name}"
                 found.add_edge(*pair, kind, kind=kind)
     if schedule.backward is not None:
         ends = (ops.nodes_of(schedule.forward)[-1:], ops.nodes_of(schedule.backward)[:1])
@@ -74,3 +73,19 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
             pair = f"forward.{last.name}", f"backward.{first.name}"
             found.add_edge(*pair, "boundary", kind="boundary")
     return found
+
+
+def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
+    """(first, second, kind) of each edge of a graph, in program order of the second ops. The first
+    may be a placeholder for a value of an earlier graph."""
+    last: dict[Stream, fx.Node] = {}
+    for node in ops.nodes_of(graph):
+        op, after = ops.effects(node), node.kwargs.get("after", ())
+        for source in map(producer, reads(node)):
+            yield source, node, "data" if op.waits or source.op == "placeholder" else "names"
+        for source in map(producer, after):  # type: ignore[arg-type]
+            yield source, node, "after" if op.waits else "names"
+        if op.stream.in_order:
+            if op.stream in last:
+                yield last[op.stream], node, "stream"
+            last[op.stream] = node
