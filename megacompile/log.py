@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megacompile import compat
 from megacompile.errors import OptionError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import PassRecord
@@ -149,8 +153,13 @@ class CodeCounts:
     made: int = 0  # compiled in this process
     time_s: float = 0.0  # spent by this process to load and compile them
 
-    def add(self, name: str, found: int, made: int, time_s: float) -> None:
-        """Add to the counts, and log them for a schedule or an update."""
+    @contextmanager
+    def counting(self, name: str) -> Iterator[None]:
+        """A context that adds the code of a schedule or an update, and logs it."""
+        before, start_s = compat.cache_counts(), time.perf_counter()
+        yield
+        found, made = map(operator.sub, compat.cache_counts(), before)
+        time_s = time.perf_counter() - start_s
         if found or made:
             self.found += found
             self.made += made

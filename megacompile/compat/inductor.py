@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -362,22 +362,11 @@ def settle_cache_keys() -> None:
     replace(codecache.FxGraphHashDetails, "__init__", describe)
 
 
-class CacheCounts(NamedTuple):
-    """Graphs that were compiled in this process."""
-
-    found: int  # in a cache
-    made: int
-
-    def since(self, before: CacheCounts) -> CacheCounts:
-        """The counts since `before`."""
-        return CacheCounts(self.found - before.found, self.made - before.made)
-
-
-def cache_counts() -> CacheCounts:
-    """Graphs that Inductor compiled so far; it counts none if its caches are off."""
+def cache_counts() -> tuple[int, int]:
+    """Graphs that Inductor found in its caches so far, and those that it compiled in this process;
+    it counts none if its caches are off."""
     of = counters["inductor"]
-    made = of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
-    return CacheCounts(of["fxgraph_cache_hit"], made)
+    return of["fxgraph_cache_hit"], of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
 
 
 _REDUCED = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("fp16", "bf16"))

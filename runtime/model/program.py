@@ -8,7 +8,6 @@ import contextlib
 import functools
 import gc
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -166,11 +165,8 @@ VARIANTS = 256  # schedules per program; the oldest are dropped
 @contextlib.contextmanager
 def compiling(name: str, machine: Machine) -> Iterator[None]:
     """Wraps the compilation for a schedule: counts it and logs its duration."""
-    before, start = compat.cache_counts(), time.perf_counter()
-    with _stages_own_ambient():
+    with machine.code.counting(name), _stages_own_ambient():
         yield
-    counts = compat.cache_counts().since(before)
-    machine.code.add(name, *counts, time.perf_counter() - start)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +91,7 @@ class Compiled:
 
     def _take(self, update: Update) -> None:
         """Load the code from the caches, or compile it here if the second process did not."""
-        before, start, request = compat.cache_counts(), time.perf_counter(), self._request
-        options = options_now()
+        request, options = self._request, options_now()
         settings: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if request is not None:
             options, settings = request.options, compat.compile_settings_in_use(request.settings)
@@ -101,14 +99,12 @@ class Compiled:
                 # Inductor probes these before it loads code, which takes 45 s on some machines
                 compat.use_vector_isas(json.loads(Path(request.note).read_text()))
         try:
-            with settings:
+            with UPDATES.counting(f"{self.rule.name} in C++"), settings:
                 self.code = compile_update(self.rule, update, options)
         except RuntimeError as error:
             self._refuse(str(error).strip().partition("\n")[0])
             return
         self.done = True
-        counts = compat.cache_counts().since(before)
-        UPDATES.add(f"{self.rule.name} in C++", *counts, time.perf_counter() - start)
 
     def _refuse(self, why: str) -> None:
         self.done = True
