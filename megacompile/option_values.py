@@ -47,8 +47,7 @@ class Activations(enum.Enum):
 class PlannedMesh:
     """A mesh for plans, without processes."""
 
-    ranks: int  # ranks that shard
-    replicas: int = 1
+    shape: tuple[int, int]  # as of a DeviceMesh: replicas, and ranks that shard
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -7,6 +7,7 @@ field here, with the internal type and the check of `option_checks` that convert
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -83,18 +84,12 @@ class Options:
     def ranks(self) -> int:
         """Number of ranks that shard each parameter. With several, plans decide nothing that
         changes collectives."""
-        mesh = self.mesh
-        if mesh is None or isinstance(mesh, PlannedMesh):
-            return 1 if mesh is None else mesh.ranks
-        return mesh.size(mesh.ndim - 1)
+        return 1 if self.mesh is None else self.mesh.shape[-1]
 
     @property
     def replicas(self) -> int:
         """Number of ranks with the same shard of each parameter (HSDP)."""
-        mesh = self.mesh
-        if mesh is None or isinstance(mesh, PlannedMesh):
-            return 1 if mesh is None else mesh.replicas
-        return 1 if mesh.ndim == 1 else mesh.size(0)
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[:-1])
 
     @property
     def rank(self) -> int:

@@ -113,7 +113,7 @@ def passed(
         rest["activations"] = Activations(rest["activations"])
     options = replace(
         _OPTIONS,
-        mesh=Mesh(ranks, replicas, rank) if ranks * replicas > 1 else None,
+        mesh=Mesh((replicas, ranks), rank) if ranks * replicas > 1 else None,
         lowering=Lowering.INDUCTOR if inductor or helps else Lowering.EAGER,
         **rest,
     )

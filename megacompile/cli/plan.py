@@ -184,7 +184,7 @@ def _options(args: argparse.Namespace, target: Target, hardware: Hardware) -> Op
         optimizer=optimizer,
         activations=args.activations,
         tiles="auto" if args.tiles is None else args.tiles,
-        mesh=PlannedMesh(args.gpus, args.hosts) if args.gpus > 1 else None,
+        mesh=PlannedMesh((args.hosts, args.gpus)) if args.gpus > 1 else None,
         disk=disk,
         disk_memory=disk_memory,
         disk_weights=args.disk_weights or None,
