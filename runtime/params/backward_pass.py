@@ -13,6 +13,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -178,21 +179,19 @@ def over_ranks(ranks: Ranks, expected: Iterable[Norms]) -> Rows:
     return rows
 
 
+@dataclass(eq=False)
 class BackwardPass:
     """The gradients of one call of `backward()`; `Gradients` keeps it until the call ends."""
 
-    def __init__(
-        self,
-        streams: Streams,
-        buckets: Mapping[int, HostBucket],
-        ranks: Ranks | None = None,
-    ) -> None:
-        self.ranks = ranks
-        self.streams = streams
-        self.buckets = buckets
-        self.records: defaultdict[ParamId, GradientRecord] = defaultdict(GradientRecord)
-        self.norms: dict[int, Norms] = {}  # by bucket
-        self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: copies to the host
+    streams: Streams
+    buckets: Mapping[int, HostBucket]
+    ranks: Ranks | None
+    records: defaultdict[ParamId, GradientRecord] = field(
+        default_factory=lambda: defaultdict(GradientRecord)
+    )
+    norms: dict[int, Norms] = field(default_factory=dict)  # by bucket
+    # by bucket: copies to the host
+    copies: dict[int, torch.cuda.Event | None] = field(default_factory=dict)
 
     def await_copies(self, keys: Iterable[int]) -> None:
         """Wait on the host for the copies of some buckets' gradients."""
