@@ -10,7 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,13 +52,13 @@ class MovesFirst(BaseException):
         self.lacking = lacking
 
 
+@dataclass(eq=False)
 class Plans:
     """The plans of a model for one layout of its buckets, at their current placement."""
 
-    def __init__(self, compiler: PassCompiler, placement: Placement) -> None:
-        self.compiler = compiler
-        self.placement = placement
-        self.version = 0  # plans of older versions are planned again at their next use
+    compiler: PassCompiler
+    placement: Placement
+    version: int = 0  # plans of older versions are planned again at their next use
 
     def expire(self) -> None:
         """Make every captured graph plan again at its next call."""
@@ -311,10 +311,8 @@ class Program:
 
     def broken(self, values: Sequence[int | float]) -> str:
         """The relation that these values violate, and the code that requires it; "" if all hold."""
-        for fakes, positions in self._fakes.items():
-            if why := fakes.broken([values[k] for k in positions]):
-                return why
-        return ""
+        each = (fakes.broken([values[k] for k in at]) for fakes, at in self._fakes.items())
+        return next(filter(None, each), "")
 
     @functools.cached_property
     def size_bytes(self) -> Callable[..., int]:
