@@ -371,10 +371,8 @@ def _to_write(lease: BucketLease, runs: Parts, unit: int) -> Iterator[FileSpan]:
     """Split the runs into whole pages and the partial pages at both ends."""
     place = place_of(lease.host)
     for begin, end in runs:
-        first, last = -(-begin // unit) * unit, end // unit * unit
-        if first >= last:
-            yield place.part(begin, end, lease.place)
-            continue
+        first = min(-(-begin // unit) * unit, end)
+        last = max(end // unit * unit, first)
         for part in ((begin, first), (first, last), (last, end)):
             if part[0] < part[1]:
                 yield place.part(*part, lease.place)
