@@ -35,8 +35,8 @@ from megacompile.runtime.checkpoint.initialize import (
     give_memory,
     initialize,
     left_in,
+    pretrained,
     refuse_stray,
-    tie,
 )
 from megacompile.runtime.device.ranks import Ranks
 
@@ -200,7 +200,8 @@ class Contents:
         self.ranks: Ranks | None = None  # the ranks that share the parameters
         self.shared: set[int] = set()  # ids of the sharded parameters
         if on_meta(model):
-            tie(model)
+            for _, module in pretrained(model):
+                module.tie_weights()  # moving a model to meta unties them
             refuse_stray(model)
         found = [] if checkpoint is None else match(model, checkpoint)
         self.sources = {id(t): source for source in found for t in source.tensors.values()}

@@ -51,12 +51,6 @@ def is_pretrained(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in needed)
 
 
-def tie(model: nn.Module) -> None:
-    """Tie weights as configured: moving a model to meta unties them."""
-    for _, module in pretrained(model):
-        module.tie_weights()
-
-
 def left_in(model: nn.Module, names: Iterable[str], attribute: str) -> list[str]:
     """The names of a checkpoint's tensors that match no regular expression of a model's
     `attribute`, such as `_keys_to_ignore_on_save`."""
@@ -182,8 +176,6 @@ _RESETS = ("reset_parameters", "_reset_parameters", "reset_running_stats")  # by
 def initialize(model: nn.Module, unset: Mapping[str, torch.Tensor]) -> None:
     """Initialize parameters and buffers, by name, none of which is on meta. Others may change, too.
     Raises ModelError: a tensor was not written completely."""
-    if not unset:
-        return
     for tensor in unset.values():
         _flat(tensor).view(torch.uint8).fill_(_BYTE)
     with torch.no_grad():
