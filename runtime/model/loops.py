@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -75,16 +75,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @contextmanager
-def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> Iterator[bool]:
-    """A block in which one rank saves (`writes`): its state dicts are whole, the other ranks' are
-    unchanged.
+def saving(given: Sequence[Any], *, writes: bool) -> Iterator[bool]:
+    """A block in which one rank saves these models and optimizers (`writes`): its state dicts are
+    whole, the other ranks' are unchanged.
 
     All ranks enter it, gather one tensor at a time, and leave it together: an error in one rank
     raises in all (RankError), such as too little memory for all tensors in the rank that writes
     (HostMemoryError). Nested blocks do nothing. Yields True if tensors were gathered.
     """
-    modules = [shared for m in models if isinstance(m, nn.Module) for shared in _shared_in(m)]
-    every = (getattr(each, "optimizer", each) for each in wrapped)  # in Accelerate's wrapper
+    modules = [shared for m in given if isinstance(m, nn.Module) for shared in _shared_in(m)]
+    others = (each for each in given if not isinstance(each, nn.Module))
+    every = (getattr(each, "optimizer", each) for each in others)  # in Accelerate's wrapper
     optimizers = [each for each in every if isinstance(each, Optimizer)]
     values: list[Any] = [param for module in modules for param in module.parameters()]
     for optimizer in optimizers:
@@ -109,9 +110,7 @@ def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> It
         del values, shared
         stack.enter_context(ranks.together(what))
         for module in modules:
-            whole = _of_shared(module, functools.partial(_gather, writes))
-            put = functools.partial(_put, whole if writes else {})
-            stack.callback(module.register_state_dict_post_hook(put).remove)
+            stack.callback(_show(module, functools.partial(_gather, writes)))
         for optimizer in optimizers:
             states = compat.tree_map(functools.partial(_gather, writes), optimizer.state_dict())
             if writes:
@@ -122,12 +121,21 @@ def saving(models: Sequence[Any], wrapped: Sequence[Any], *, writes: bool) -> It
         yield True
 
 
-def _of_shared(module: nn.Module, make: Callable[[Any], Any]) -> dict[str, Any]:
-    """The result of `make` for each shared tensor of a state dict; tied tensors stay tied."""
+def _show(module: nn.Module, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Show the result of `make` for each shared tensor in state dicts, until the function that this
+    returns is called; None shows the tensor itself. Tied tensors stay tied."""
     every = module.state_dict(keep_vars=True).items()
     shared = {name: value for name, value in every if compat.is_sharded(value)}
     made = {key: make(value) for key, value in {id(v): v for v in shared.values()}.items()}
-    return {name: made[id(value)] for name, value in shared.items()}
+
+    def put(_: nn.Module, found: dict[str, Any], prefix: str, *__: Any) -> None:
+        for name, value in shared.items():
+            shown = made[id(value)]
+            if shown is not None and not isinstance(found.get(prefix + name), nn.Parameter):
+                found[prefix + name] = shown  # but with `keep_vars`
+
+    remove: Callable[[], None] = module.register_state_dict_post_hook(put).remove
+    return remove
 
 
 def _gather(keeps: bool, value: Any) -> Any:
@@ -141,19 +149,8 @@ def shapes(modules: Sequence[nn.Module]) -> Iterator[None]:
     has its own memory, and tied tensors share theirs."""
     with ExitStack() as stack:
         for module in modules:
-            untouched = _of_shared(module, lambda v: torch.empty(v.shape, dtype=v.dtype))
-            put = functools.partial(_put, untouched)
-            stack.callback(module.register_state_dict_post_hook(put).remove)
+            stack.callback(_show(module, lambda v: torch.empty(v.shape, dtype=v.dtype)))
         yield
-
-
-def _put(
-    values: Mapping[str, torch.Tensor], _: nn.Module, found: dict[str, Any], prefix: str, *__: Any
-) -> None:
-    """A state dict hook that inserts these values, unless the caller asks for parameters."""
-    for name, value in values.items():
-        if not isinstance(found.get(prefix + name), nn.Parameter):  # `keep_vars`
-            found[prefix + name] = value
 
 
 def is_saved(module: nn.Module) -> bool:
@@ -209,15 +206,13 @@ def _shared_in(model: nn.Module) -> list[nn.Module]:
 
 
 def _trainer(kind: str, stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    saved = [getattr(trainer, kind)]
-    models, optimizers = (saved, []) if kind == "model" else ([], saved)
-    with saving(models, optimizers, writes=trainer.args.should_save):
+    with saving([getattr(trainer, kind)], writes=trainer.args.should_save):
         return stock(*args, **kwargs)
 
 
 def _accelerate_state(stock: Method, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    models, optimizers = accelerator._models, accelerator._optimizers
-    with saving(models, optimizers, writes=_writes(accelerator)):
+    given = [*accelerator._models, *accelerator._optimizers]
+    with saving(given, writes=_writes(accelerator)):
         return stock(*args, **kwargs)
 
 
@@ -226,7 +221,7 @@ def _accelerate_state_dict(
 ) -> Any:
     """Return an empty dict in ranks that write nothing, like FSDP2."""
     writes = _writes(accelerator)
-    with saving([model], [], writes=writes) as gathers:
+    with saving([model], writes=writes) as gathers:
         state_dict = stock(model, *args, **kwargs)
     return state_dict if writes or not gathers else {}
 
