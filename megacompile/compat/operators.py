@@ -85,24 +85,15 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    (
-        lambda: (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    ),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )
 
 
 def kernel_switches() -> tuple[Any, ...]:
     """Process-wide settings that decide how torch decomposes operators: attention, batch norm,
     recurrent layers."""
-    found = []
-    for get, _ in _SWITCHES:
-        value = get()
-        found.append(tuple(value) if isinstance(value, list) else value)
-    return tuple(found)
+    values = (get() for get, _ in _SWITCHES)
+    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def set_kernel_switches(wanted: Sequence[Any]) -> None:
