@@ -6,26 +6,9 @@ model = megacompile(model)
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megacompile.errors import (
-    AnomalyError,
-    BackwardError,
-    CheckpointError,
-    DeviceMemoryError,
-    DiskError,
-    HostMemoryError,
-    MegacompileError,
-    MissingExtraError,
-    ModelError,
-    OptimizerError,
-    OptionError,
-    RankError,
-    ScheduleError,
-    TraceError,
-    UnsupportedGraphError,
-)
-
 if TYPE_CHECKING:
     from megacompile.api import Checkpoint, accumulate, megacompile, save
+    from megacompile.errors import *
     from megacompile.inspection import Metrics, Trace, explain, metrics, schedules, trace, updates
     from megacompile.ir.schedule import Schedule
     from megacompile.lifetime import eager, full_parameters, released, unmegacompile
@@ -74,6 +57,7 @@ __all__ = [
 ]
 
 _HOMES = (  # modules that define the names above, which are imported on first use
+    "megacompile.errors",
     "megacompile.api",
     "megacompile.inspection",
     "megacompile.lifetime",
