@@ -23,28 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile.cost.aten import (
-    INDEXED,
-    REDUCTIONS,
-    bytes_of,
-    flops_of,
-    is_attention,
-    is_called,
-    is_library,
-    is_view,
-    itemsize_of,
-    name_of,
-    reached_in_columns,
-    reached_rate,
-    readers_of,
-    reduces_columns,
-    reduces_to_one,
-    scattered_bytes,
-    scatters,
-    tensors_of,
-    unpacked_bytes,
-    workspace_bytes,
-)
+from megacompile.cost import aten
 from megacompile.cost.hardware import Hardware
 from megacompile.ir import ops
 from megacompile.ir.values import endings
@@ -155,7 +134,7 @@ class _Walk:
         self.realized: dict[fx.Node, tuple[int, ...]] = {}  # -> its buffers
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                buffer = self._buffer(bytes_of(tensors_of(node)), 0)
+                buffer = self._buffer(aten.bytes_of(aten.tensors_of(node)), 0)
                 self.inputs[buffer] = len(self.inputs)
                 self.of[node] = {buffer: self.sizes[buffer]}
             elif node.op == "call_function":
@@ -174,27 +153,27 @@ class _Walk:
         reads = _joined(self.of[source] for source in node.all_input_nodes)
         if node.target is operator.getitem:
             self.of[node] = self._item(node)
-        elif is_view(node):
-            size = bytes_of(tensors_of(node))
+        elif aten.is_view(node):
+            size = aten.bytes_of(aten.tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
-        elif is_called(node):
+        elif aten.is_called(node):
             self._realize(
                 node,
                 reads,
                 library=True,
-                flops=flops_of(node),
-                extra_bytes=2 * unpacked_bytes(node),
-                inside_bytes=workspace_bytes(node),
+                flops=aten.flops_of(node),
+                extra_bytes=2 * aten.unpacked_bytes(node),
+                inside_bytes=aten.workspace_bytes(node),
             )
-        elif scatters(node):
-            self._realize(node, reads, library=True, extra_bytes=2 * scattered_bytes(node))
+        elif aten.scatters(node):
+            self._realize(node, reads, library=True, extra_bytes=2 * aten.scattered_bytes(node))
         else:
-            if name_of(node) in INDEXED:
-                size = bytes_of(tensors_of(node))
+            if aten.name_of(node) in aten.INDEXED:
+                size = aten.bytes_of(aten.tensors_of(node))
                 reads = {buffer: min(read, size) for buffer, read in reads.items()}
-            needed = any(u.op == "output" or is_library(u) for u in readers_of(node))
-            if name_of(node) in REDUCTIONS or not self.fused or needed:
-                self._realize(node, reads, inner=not reduces_columns(node))
+            needed = any(u.op == "output" or aten.is_library(u) for u in aten.readers_of(node))
+            if aten.name_of(node) in aten.REDUCTIONS or not self.fused or needed:
+                self._realize(node, reads, inner=not aten.reduces_columns(node))
             else:
                 self.of[node] = reads
 
@@ -212,8 +191,8 @@ class _Walk:
 
     def _realize(self, node: fx.Node, reads: Reads, *, library: bool = False, **of: Any) -> None:
         level = max((self.levels[b] for b in reads), default=0) + library
-        sizes = [bytes_of([t]) for t in tensors_of(node)]
-        writes = tuple(self._buffer(size, level + reduces_to_one(node)) for size in sizes)
+        sizes = [aten.bytes_of([t]) for t in aten.tensors_of(node)]
+        writes = tuple(self._buffer(size, level + aten.reduces_to_one(node)) for size in sizes)
         self.of[node] = dict(zip(writes, sizes, strict=True))
         self.realized[node] = writes
         self.done.append(_Op(node, reads, writes, level, library, **of))
@@ -238,13 +217,13 @@ class _Walk:
     def _kernel(self, group: Group, moved: int) -> Kernel:
         last = group[-1]
         kind, reached = KernelBound.MEMORY, 1.0
-        if last.flops and is_attention(last.node):
-            kind, reached = KernelBound.ATTENTION, reached_rate(last.node)
+        if last.flops and aten.is_attention(last.node):
+            kind, reached = KernelBound.ATTENTION, aten.reached_rate(last.node)
         elif last.flops:
             kind = KernelBound.PRODUCT
         elif self.fused:
-            reached = min(reached_in_columns(op.node) for op in group)
-        return Kernel(kind, last.flops, moved, itemsize_of(last.node), reached)
+            reached = min(aten.reached_in_columns(op.node) for op in group)
+        return Kernel(kind, last.flops, moved, aten.itemsize_of(last.node), reached)
 
     def _groups(self) -> list[list[_Op]]:
         """Groups of realized nodes that share a kernel, in the order of their last node."""

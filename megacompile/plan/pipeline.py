@@ -23,17 +23,11 @@ from megacompile.ir.plan import Choice, Plan, Tier
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Template
 from megacompile.options import Lowering
-from megacompile.passes.capture.calls import (
-    fold_vmaps,
-    inline_checkpoints,
-    take_grouped_products,
-    take_numbers,
-    unpack,
-    widen_losses,
-)
+from megacompile.passes.capture import calls
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import chunk_head
 from megacompile.passes.capture.propagate import propagate
+from megacompile.passes.schedule import updates
 from megacompile.passes.schedule.differentiate import (
     bundles_of,
     differentiate,
@@ -58,13 +52,6 @@ from megacompile.passes.schedule.saved_values import (
     insert_recompute,
     insert_reruns,
     offload_saved_tensors,
-)
-from megacompile.passes.schedule.updates import (
-    insert_device_update,
-    insert_norms,
-    insert_update_graph,
-    insert_updates,
-    offload_gradients,
 )
 from megacompile.passes.stages.lower import CodeToCome, lower
 from megacompile.passes.stages.partition import partition
@@ -108,14 +95,14 @@ class Pipeline:
     def _stages_of(self, capture: Capture, whole: bool) -> Schedule:
         options = self.setting.options
         passes: list[_Pass] = [
-            ("checkpoints", inline_checkpoints),
-            ("unpack", unpack),
-            ("numbers", take_numbers),
-            ("vmaps", fold_vmaps),
-            ("experts", functools.partial(take_grouped_products, device=options.device)),
+            ("checkpoints", calls.inline_checkpoints),
+            ("unpack", calls.unpack),
+            ("numbers", calls.take_numbers),
+            ("vmaps", calls.fold_vmaps),
+            ("experts", functools.partial(calls.take_grouped_products, device=options.device)),
         ]
         if options.compute_dtype is not None:
-            widen = functools.partial(widen_losses, compute_dtype=options.compute_dtype)
+            widen = functools.partial(calls.widen_losses, compute_dtype=options.compute_dtype)
             passes.append(("losses", widen))
         capture = _run(capture, passes)
         values, lowering = propagate(capture), options.lowering
@@ -256,17 +243,17 @@ class Pipeline:
         reduce = self._with_ranks(("all_reduce", every)) if options.replicas > 1 else []
         if variant.update:
             insert = functools.partial(
-                insert_updates,
+                updates.insert_updates,
                 accumulate=variant.accumulate,
                 lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
                 updated_bytes=cost.updated_of,
                 state_bytes=cost.states_of,
             )
-            return [("update_in_backward", insert), *reduce, ("norms", insert_norms)]
-        step = functools.partial(insert_update_graph, helps=cost.helped)
-        offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
-        give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
+            return [("update_in_backward", insert), *reduce, ("norms", updates.insert_norms)]
+        step = functools.partial(updates.insert_update_graph, helps=cost.helped)
+        offload = functools.partial(updates.offload_gradients, accumulate=variant.accumulate)
+        give = functools.partial(updates.insert_device_update, state_bytes=cost.updated_of)
         fused = options.lowering is Lowering.INDUCTOR
         # ranks need norms in eager too: torch's clipping runs a collective, which would hang if a
         # rank failed
@@ -274,7 +261,7 @@ class Pipeline:
         return [
             ("offload_grad", offload),
             *reduce,
-            *([("norms", insert_norms)] if norms else []),
+            *([("norms", updates.insert_norms)] if norms else []),
             *([("device_update", give)] if fused else []),
             ("update_graph", step),
         ]
