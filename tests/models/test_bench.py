@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -40,6 +41,16 @@ def test_json_has_a_result_for_each_mode(capsys: pytest.CaptureFixture[str]) -> 
     check(plain, "plain")
     assert ours["peak_bytes"]["host"] > 0 and plain["predicted_s"] is None
     assert ours["loss"] == pytest.approx(plain["loss"], abs=0.02)  # bf16
+
+
+def test_without_transformers_no_case_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(list(TINY)) == 2
+    out, said = capsys.readouterr()
+    beginning, error = said.splitlines()
+    assert out == "" and error.endswith("pip install transformers"), beginning
 
 
 LIMITED = """
