@@ -26,7 +26,6 @@ class EagerNotice:
     def __init__(self, links: WeakIdSet[Any] | None = None) -> None:
         # the links of used parameters with a pending backward
         self._links: WeakIdSet[Any] = WeakIdSet() if links is None else links
-        self.used = False  # True if eager code, or an unknown caller, used one
         self.read: set[int] = set()  # ids of all parameters that eager code has ever read
         self.ever: set[int] = set()  # ids of those with a possible backward; id(None): unknown
         self._place = self._cause = ""  # the first line that used one; why that was not captured
@@ -39,11 +38,11 @@ class EagerNotice:
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
         """Discard the uses by eager code in the block if it raises."""
-        used, ever = self.used, self.ever.copy()
+        ever = self.ever.copy()
         try:
             yield
         except BaseException:
-            self.used, self.ever = used, ever
+            self.ever = ever
             self.forget()
             raise
 
@@ -71,7 +70,6 @@ class EagerNotice:
         self.read.add(id(param))
         if self._asked and not (self._recorded or torch.is_grad_enabled()):
             return
-        self.used = True
         self.ever.add(id(param))
         if self._asked or compat.backward_id() != -1:  # reported by its forward
             return

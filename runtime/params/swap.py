@@ -259,7 +259,7 @@ class Proxies:
             self._swapped = []
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
-        if self.notice.used:
+        if self.notice.ever:
             for proxy, _ in self._pairs:
                 proxy.copied = None
 
