@@ -203,8 +203,8 @@ class Contents:
             for _, module in pretrained(model):
                 module.tie_weights()  # moving a model to meta unties them
             refuse_stray(model)
-        found = [] if checkpoint is None else match(model, checkpoint)
-        self.sources = {id(t): source for source in found for t in source.tensors.values()}
+        self.found = [] if checkpoint is None else match(model, checkpoint)
+        self._find_sources()
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.unset = {
             id(tensor): name
@@ -228,15 +228,13 @@ class Contents:
             )
         self.ranks = ranks
         self.shared = {id(param) for param in sharded.values()}
-        for source in self._each_source():
+        for source in self.found:
             source.tensors = {n: sharded.get(id(t), t) for n, t in source.tensors.items()}
-        self.sources = {
-            id(sharded[key]) if key in sharded else key: source
-            for key, source in self.sources.items()
-        }
+        self._find_sources()
 
-    def _each_source(self) -> list[Stored]:
-        return list({id(source): source for source in self.sources.values()}.values())
+    def _find_sources(self) -> None:
+        """Note the part of the checkpoint that each tensor is read from, by id."""
+        self.sources = {id(t): each for each in self.found for t in each.tensors.values()}
 
     def _rows(self, key: int, entry: Entry) -> Entry:
         """The consecutive rows of a checkpoint's tensor that this rank reads."""
@@ -280,7 +278,7 @@ class Contents:
             for holder, name, old in places:  # initialization may have replaced the buffer
                 if id(old) in self.sources:
                     holder[name] = buffers[id(old)]
-            entries = [entry for each in self._each_source() for entry in each.entries.values()]
+            entries = [entry for each in self.found for entry in each.entries.values()]
             total = sum(entry.size_bytes for entry in entries)
             with bar("reading the checkpoint", total, progress, unit="B") as step:
                 self._read(buckets, {**values, **buffers}, step)
