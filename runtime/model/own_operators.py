@@ -38,11 +38,9 @@ def swap_in(modules: Iterable[nn.Module], device: torch.device, undos: Undos) ->
     """Make Dynamo capture our functions and hooks until the undos run."""
     if _BITSANDBYTES in sys.modules:
         _replace_product(undos)
-    found = []
     for hooks in compat.holders(modules, "forward_hooks"):
-        found += [(hooks, key) for key, hook in hooks.items() if _is_ours(hook)]
-    if found:
-        _replace_hooks(found, device, undos)
+        if any(map(_is_ours, hooks.values())):
+            _replace_hooks(hooks, device, undos)
     _tell_dynamo()
     if not getattr(_HERE, "on", None):
         replace([vars(_HERE)], ["on"], [None], [True], undos)
@@ -151,17 +149,6 @@ def _product(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., 
 _NAMES = ("make_inputs_require_grads", "make_inputs_require_grad")  # transformers, PEFT
 
 
-def _replace_hooks(
-    found: list[tuple[dict[int, Any], int]], device: torch.device, undos: Undos
-) -> None:
-    for hooks in {id(hooks): hooks for hooks, _ in found}.values():
-        _leave_out(hooks, undos)
-    found = [(hooks, key) for hooks, key in found if key in hooks]
-    holders, keys = map(list, zip(*found, strict=True))
-    theirs = list(map(dict.__getitem__, holders, keys))
-    replace(holders, keys, theirs, [_require_grad(device)] * len(found), undos)
-
-
 def _is_ours(hook: Any) -> bool:
     return getattr(hook, "__name__", "") in _NAMES
 
@@ -173,8 +160,8 @@ def _require_grad(device: torch.device) -> Callable[..., torch.Tensor]:
     return lambda module, args, output: output + zero
 
 
-def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
-    """Remove repeated consecutive hooks of a module, until the undos run."""
+def _replace_hooks(hooks: dict[Any, Any], device: torch.device, undos: Undos) -> None:
+    """Replace such hooks of a module, without repeated consecutive ones, until the undos run."""
     keys = list(hooks)
     pairs = zip(keys, keys[1:], strict=False)
     again = {b: hooks[b] for a, b in pairs if _is_ours(hooks[a]) and _is_ours(hooks[b])}
@@ -188,3 +175,6 @@ def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
     if again:
         undos.append(put_back)
         deque(map(hooks.pop, again), maxlen=0)
+    found = {key: hook for key, hook in hooks.items() if _is_ours(hook)}
+    holders, ours = [hooks] * len(found), [_require_grad(device)] * len(found)
+    replace(holders, list(found), list(found.values()), ours, undos)
