@@ -22,7 +22,7 @@ from megacompile.runtime.params.host_bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates import on_device
 from megacompile.runtime.updates.on_device import Sources, UpdateBuffers
-from megacompile.runtime.updates.update import ParamUpdate, untimed, update_residents
+from megacompile.runtime.updates.update import untimed, update_residents
 
 Random = tuple[torch.Tensor, ...]
 _VALUE, _EVENT = attrgetter("value"), attrgetter("event")  # of a handle
@@ -349,9 +349,13 @@ class UpdateOps(OpGroup):
         self, bucket: Bucket, weights: Handle | None, gradients: Handle, state: Handle
     ) -> Handle:
         host = self.machine.buckets[bucket.key]
-        steps = self._steps(bucket)
-        if steps is None:
-            return Handle(None, Stream.COMPUTE)
+        if self.in_step:
+            part = self.parts.get(bucket.key)
+            if part is None:  # this step does not update it
+                return Handle(None, Stream.COMPUTE)
+            steps = {step.index: step for step in part.steps}
+        else:
+            steps = self._in_backward.running[bucket.key]
 
         def step() -> UpdateBuffers:
             _, group = gradients.value
@@ -364,13 +368,6 @@ class UpdateOps(OpGroup):
             return buffers
 
         return self._issue(Stream.COMPUTE, (weights, gradients, state), step)
-
-    def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
-        """The updates of a bucket's parameters, by index; None if this step does not update it."""
-        if self.in_step:
-            part = self.parts.get(bucket.key)
-            return None if part is None else {step.index: step for step in part.steps}
-        return self._in_backward.running[bucket.key]
 
     def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
         if self.in_step:
