@@ -26,6 +26,7 @@ from megacompile.runtime.model.program import Program, first_line
 from megacompile.runtime.ops.compute import random_numbers_of, random_state
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.backward_pass import Wish
 from megacompile.runtime.params.gradient_run import GradientRun
 from megacompile.runtime.params.parameter_gradients import Users, users_of
 from megacompile.runtime.params.proxies import Link, StreamedParameter
@@ -307,7 +308,7 @@ class Call:
             self.program.plans.note(accumulates=True)
             return False
         run = self.machine.run
-        asked = run.not_accumulated()
+        asked = {at for at, use in run.unusual.items() if use.wish is not Wish.ACCUMULATE}
         if asked.issuperset(self.places):
             return False  # torch.autograd.grad()
         if run.unusual:

@@ -73,10 +73,6 @@ class GradientRun:
             if (use := ParamUse(wish, by)) != USUAL:
                 self.unusual[place] = use
 
-    def not_accumulated(self) -> set[ParamId]:
-        """The parameters whose gradients cannot stay on the device."""
-        return {at for at, use in self.unusual.items() if use.wish is not Wish.ACCUMULATE}
-
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients, before the schedule runs; True if the device must
         accumulate into existing ones."""
