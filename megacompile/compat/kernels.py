@@ -132,11 +132,9 @@ def _define_fakes(wanted: Callable[[Any], bool]) -> None:
         return torch.empty_like(torch.broadcast_tensors(x, grad)[0])
 
     names = [name for name in _upsampling() if name.endswith("_backward")]
-    kernels: dict[Any, Callable[..., Any]] = {}
-    for name in names:
-        kernels[getattr(_aten, name).default] = of_upsample
-    for name in ("hardshrink_backward", "softshrink_backward"):
-        kernels[getattr(_aten, name).default] = of_shrink
+    shrinks = (_aten.hardshrink_backward.default, _aten.softshrink_backward.default)
+    kernels: dict[Any, Callable[..., Any]] = dict.fromkeys(shrinks, of_shrink)
+    kernels |= {getattr(_aten, name).default: of_upsample for name in names}
 
     def run(mode: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not wanted(mode):

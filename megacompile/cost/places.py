@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megacompile.cost.memory import MemoryKind, MemoryMoment, accumulated
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.ir import ops
-from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, largest_shard, mirrored
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, largest_shard, mirrored, rounded
 from megacompile.ir.ops import Value
 from megacompile.ir.ops.op import value_bytes
 from megacompile.ir.schedule import Schedule
@@ -63,16 +63,12 @@ def stored_weights_bytes(bucket: Bucket) -> int:
 
 def whole_pages(size_bytes: float) -> int:
     """Size rounded up to whole pages of a disk."""
-    return _rounded(size_bytes, _PAGE)
+    return rounded(size_bytes, _PAGE)
 
 
 def _codes_bytes(numel: int) -> int:
     """Bytes of a parameter's 8-bit codes and scales."""
-    return _rounded(numel, ALIGNMENT_BYTES) + _rounded(4 * absmax_numel(numel), ALIGNMENT_BYTES)
-
-
-def _rounded(size: float, unit: int) -> int:
-    return -(-math.ceil(size) // unit) * unit
+    return rounded(numel, ALIGNMENT_BYTES) + rounded(4 * absmax_numel(numel), ALIGNMENT_BYTES)
 
 
 def _read(schedules: Iterable[Schedule]) -> list[tuple[Bucket, list[int]]]:

@@ -54,11 +54,6 @@ class Queues:
         self.works.append(work)
         return len(self.works) - 1
 
-    @property
-    def uses_host(self) -> bool:
-        """True if there is work for the host or a helping device."""
-        return any(work.queue in (HOST, DEVICE) for work in self.works)
-
     def go(self) -> None:
         """Run all work."""
         count = len(self.works)

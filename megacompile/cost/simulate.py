@@ -24,7 +24,7 @@ from torch import fx
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import node_s
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
-from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
+from megacompile.cost.queues import COMPUTE, D2H, DEVICE, H2D, HOST, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.edges import Handed, handed, stands_for, waits_for, written
@@ -129,15 +129,14 @@ class _Graph:
             self.fresh |= {key for key, part in written(copy) if part is Part.WEIGHTS}
 
 
+@dataclass(frozen=True, slots=True)
 class _Amounts:
     """The amount of work of a graph's items on a machine. Setup time counts as the bytes that could
     have been copied in that time."""
 
-    def __init__(self, graph: _Graph, hardware: Hardware, *, fused: bool) -> None:
-        schedule = graph.schedule
-        self.name, self.plan, self.sizes = graph.name, schedule.plan, graph.sizes
-        self.hardware, self.fused = hardware, fused
-        self.trained = schedule.gradient_params if schedule.backward is not None else {}
+    graph: _Graph
+    hardware: Hardware
+    fused: bool
 
     def of(self, item: _Item) -> float:
         """Seconds of a compute, bytes of other ops."""
@@ -146,7 +145,7 @@ class _Amounts:
         if item.to_host:
             return self._returned(item.node)
         node, op = item.node, ops.effects(item.node)
-        if self.name == "update" and op.is_update:
+        if self.graph.name == "update" and op.is_update:
             return self._update(ops.arguments(node)[0], item.queue)
         if op.on_disk:
             return ops.moved_bytes(node)
@@ -160,14 +159,14 @@ class _Amounts:
     def _returned(self, node: fx.Node) -> float:
         """Bytes of the copy of a bucket's new parameters and states to the host."""
         bucket: Bucket = ops.arguments(node)[0]
-        if self.name == "update":
-            update = self.sizes.get(bucket.key)
+        if self.graph.name == "update":
+            update = self.graph.sizes.get(bucket.key)
             return 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
         return self._copy(ops.moved_bytes(node), 3 * len(bucket.params))
 
     def _update(self, bucket: Bucket, queue: int) -> float:
         """Amount of an update, from the bytes that the optimizer reads and writes on its device."""
-        update, hardware = self.sizes.get(bucket.key), self.hardware
+        update, hardware = self.graph.sizes.get(bucket.key), self.hardware
         if update is None:
             return 0.0
         if queue != HOST:
@@ -179,14 +178,15 @@ class _Amounts:
         op, size, subject = ops.effects(node), ops.moved_bytes(node), ops.arguments(node)[0]
         if not isinstance(subject, Bucket):
             return size
-        plan = self.plan
+        plan = self.graph.schedule.plan
         if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
             return 0  # the device has them already
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
             return 0
         if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
             params = largest_shard(subject).params  # these are on the device already
-            return size - sum(params[i].size_bytes for i in self.trained.get(subject.key, ()))
+            trained = self.graph.schedule.gradient_params.get(subject.key, ())
+            return size - sum(params[i].size_bytes for i in trained)
         return size
 
     def _copy(self, size_bytes: float, copies: int) -> float:
@@ -237,7 +237,7 @@ class Steps:
     def __init__(self, script: Script, hardware: Hardware) -> None:
         self.graphs = []
         for graph in script.graphs:
-            amounts = _Amounts(graph, hardware, fused=script.fused)
+            amounts = _Amounts(graph, hardware, script.fused)
             self.graphs.append((graph, [amounts.of(item) for item in graph.items]))
         self.sets = script.sets
         self.given: dict[Handed, int] = {}  # value of an earlier graph -> the work that makes it
@@ -317,9 +317,9 @@ class Prediction:
 
     @property
     def uses_host(self) -> bool:
-        """True if anything is updated in host memory; otherwise the host's update rate is
-        irrelevant."""
-        return self._run.uses_host
+        """True if the host or a helping device updates host memory; otherwise the host's update
+        rate is irrelevant."""
+        return any(work.queue in (HOST, DEVICE) for work in self._run.works)
 
     def busy_s(self, stream: Stream) -> float:
         """Busy seconds of a stream in the last step's period."""

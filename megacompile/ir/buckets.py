@@ -87,7 +87,7 @@ class Bucket:
             param = Param(param_name, shape, tuple(stride), dtype, offset, part)
             placed.append(param)
             size_bytes = param.shard_numel(ranks) * dtype.itemsize
-            offset += ranks * _rounded(size_bytes, ALIGNMENT_BYTES)
+            offset += ranks * rounded(size_bytes, ALIGNMENT_BYTES)
         return Bucket(key, name, tuple(placed), offset, ranks=ranks, replicas=replicas)
 
     def shard(self, rank: int) -> Bucket:
@@ -179,11 +179,12 @@ def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, i
             apart_bytes = param.offset_bytes - bucket.params[i - 1].offset_bytes
             found[i] = found[i - 1] + apart_bytes // param.dtype.itemsize * item
         end = found[i] + param.numel * item
-        padded_bytes = _rounded(param.numel, PADDED_NUMEL) * item
-        next_bytes = padded_bytes if alike else _rounded(param.numel * item, ALIGNMENT_BYTES)
+        padded_bytes = rounded(param.numel, PADDED_NUMEL) * item
+        next_bytes = padded_bytes if alike else rounded(param.numel * item, ALIGNMENT_BYTES)
         after = found[i] + next_bytes
     return found, end
 
 
-def _rounded(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+def rounded(size: float, unit: int) -> int:
+    """The size, rounded up to a multiple of a unit."""
+    return -(-math.ceil(size) // unit) * unit

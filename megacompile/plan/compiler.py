@@ -219,9 +219,9 @@ class PassCompiler:
 class SettledPlans:
     """Plans with every bucket where the plans want it, as in a model's calls after the first."""
 
-    def __init__(self, compiler: PassCompiler, placement: Placement | None = None) -> None:
+    def __init__(self, compiler: PassCompiler) -> None:
         self.compiler = compiler
-        self.placement = placement or Placement()
+        self.placement = Placement()
 
     def schedule(self, planned: Planned, *, draft: bool = False) -> Schedule:
         """The schedule for buckets in the places that it wants; `draft` as in `plan`."""

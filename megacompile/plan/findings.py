@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from megacompile.cost.ops import node_s
+from megacompile.cost.places import device_kinds
 from megacompile.cost.simulate import Prediction
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
@@ -127,7 +128,8 @@ class Findings:
             traced: a trace of whole steps; the first is ignored if there are more.
             rank_steps: the traced steps of each rank.
         """
-        peak, device = now.device.peak, now.device_kinds()
+        peak = now.device.peak
+        device = device_kinds(peak, now.schedules, now.optimizer)
         host, disk, planned = now.host(), now.disk(), now.disk_traffic()
         needed, limit = sum(host.values()), now.hardware.locked_bytes
         steps = None if traced is None else traced_steps(traced, model)

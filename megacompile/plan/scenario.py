@@ -18,7 +18,7 @@ from torch import nn
 from megacompile.cost.hardware import DISK_RATES, Hardware, with_pageable
 from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.places import device_kinds, disk_memory, host_memory
+from megacompile.cost.places import disk_memory, host_memory
 from megacompile.cost.simulate import Prediction, Script, simulate_script
 from megacompile.errors import MegacompileError
 from megacompile.host_memory import total_bytes
@@ -99,10 +99,6 @@ class Scenario:
     def device(self) -> DeviceMemory:
         """Device memory over the step."""
         return device_memory(self.schedules, optimizer=self.optimizer, fused=self.fused)
-
-    def device_kinds(self) -> dict[str, int]:
-        """Device memory by kind at its peak, with resident buckets split into their parts."""
-        return device_kinds(self.device.peak, self.schedules, self.optimizer)
 
     def host(self) -> dict[str, int]:
         """Host memory by kind, including activations that wait there."""
