@@ -34,21 +34,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import Mod
 from torch.utils.checkpoint import CheckpointPolicy
 
+from megacompile.compat import operators
 from megacompile.compat.graphs import copy_graph
-from megacompile.compat.operators import (
-    define_operator,
-    define_taking,
-    kernel_switches,
-    set_kernel_switches,
-    taken_tensors,
-)
 from megacompile.compat.patches import replace
 from megacompile.compat.tensors import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 
 _AOT: Any = getattr(compile_fx, "dynamo_common", compile_fx)  # where it looks up `aot_autograd`
-_DRAW = define_operator(
+_DRAW = operators.define_operator(
     "bernoulli(Tensor like, float p) -> Tensor",
     torch.bernoulli,
     lambda like, p: like.new_empty(like.shape),
@@ -258,14 +252,14 @@ def packed_graph(module: fx.GraphModule) -> bytes:
         raise ValueError("a size in the graph depends on data")
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: False)
     graph = GraphPickler.dumps(fx.GraphModule(module, copy_graph(module.graph)), options)
-    return pickle.dumps((taken_tensors(module.graph), graph))
+    return pickle.dumps((operators.taken_tensors(module.graph), graph))
 
 
 def unpacked_graph(given: bytes) -> fx.GraphModule:
     """The graph of `packed_graph`, without its nodes' values."""
-    operators, graph = pickle.loads(given)
-    for name, names in operators:
-        define_taking(name, names)
+    taken, graph = pickle.loads(given)
+    for name, names in taken:
+        operators.define_taking(name, names)
     module = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(module, fx.GraphModule)
     return module
@@ -356,7 +350,7 @@ def settle_cache_keys() -> None:
 
     def describe(stock: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        self.kernel_switches = kernel_switches()
+        self.kernel_switches = operators.kernel_switches()
 
     replace(codecache.FxGraphCachePickler, "__init__", init)
     replace(codecache.FxGraphHashDetails, "__init__", describe)
@@ -384,7 +378,7 @@ def compile_settings() -> bytes:
             "functorch": functorch_config.save_config_portable(ignore_private_configs=False),
             "system": codecache.CacheBase.get_system(),
             "matmul": {name: getattr(matmul, name) for name in _MATMUL},
-            "kernels": kernel_switches(),
+            "kernels": operators.kernel_switches(),
             "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
             "dtype": torch.get_default_dtype(),
         }
@@ -419,6 +413,6 @@ def _use(settings: dict[str, Any]) -> None:
     for name, value in settings["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)
-    set_kernel_switches(settings["kernels"])
+    operators.set_kernel_switches(settings["kernels"])
     torch.utils.deterministic.fill_uninitialized_memory = settings["fill"]  # type: ignore[attr-defined]
     torch.set_default_dtype(settings["dtype"])

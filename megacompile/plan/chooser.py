@@ -22,18 +22,11 @@ from megacompile.ir.plan import Choice, Placement, Places
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
+from megacompile.plan import planner
 from megacompile.plan.budget import Budget, OpenTo, WantedPlaces
 from megacompile.plan.fit import TOLERANCE, TRIED, device_table, refusal, short
 from megacompile.plan.pipeline import Pipeline, Planned
-from megacompile.plan.planner import (
-    SearchResult,
-    nearest,
-    search_everywhere,
-    smallest,
-    stay_that_fit,
-    with_fewer_states,
-    with_weights,
-)
+from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import DEVICE, Problem
 from megacompile.plan.setting import Setting
 from megacompile.plan.tiers import Drafts
@@ -181,18 +174,18 @@ class Chooser:
         others = self._others(stages, schedule)
         problem = self.problem(schedule, variant, placement, open_to, others)
         before = self._earlier_result(stages, problem)
-        found = before or search_everywhere(problem)
+        found = before or planner.search_everywhere(problem)
         if found is None and problem.budget_bytes < self.budget.size_bytes():
             self.wanted.leave()
             problem = self.problem(schedule, variant, placement, open_to, others)
-            found = search_everywhere(problem)
+            found = planner.search_everywhere(problem)
         if open_to.weights and before is None:
-            problem, found = with_weights(problem, found)
+            problem, found = planner.with_weights(problem, found)
         if found is None and problem.others:  # and no bucket moves
             problem = replace(problem, others=(), undecided=())
-            found = search_everywhere(problem)
+            found = planner.search_everywhere(problem)
         if found is None:
-            found = with_fewer_states(problem) or self._too_small(stages, problem)
+            found = planner.with_fewer_states(problem) or self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
         self.budget.note(found.peak_bytes)
         for key, each in list(self._planned.items()):  # the last plan, even if merged
@@ -292,8 +285,8 @@ class Chooser:
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
         """Nothing fits: use the closest plan if its excess is within the error of predictions,
         else raise `DeviceMemoryError` or `HostMemoryError`."""
-        problem, tiles = smallest(problem)
-        choice = self._nearest[stages.stages] = replace(nearest(problem), tiles=tiles)
+        problem, tiles = planner.smallest(problem)
+        choice = self._nearest[stages.stages] = replace(planner.nearest(problem), tiles=tiles)
         peak_bytes, fits_host = problem.peak_bytes(choice), problem.fits_host(choice)
         if peak_bytes > TOLERANCE * problem.budget_bytes or not fits_host:
             if not (fits_host and self.wanted.known):
@@ -319,7 +312,7 @@ class Chooser:
             return 0
         size = self.budget.size_bytes() - self.wanted.bytes_next_to(schedule, placement)
         size = int(_SHARE * size)
-        count = stay_that_fit(self.pipeline, self.setting, schedule, placement.places, size)
+        count = planner.stay_that_fit(self.pipeline, self.setting, schedule, placement.places, size)
         self._stay_now |= count > 0
         return count
 

@@ -31,14 +31,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Code, Stage, Template
 from megacompile.ir.tensors import planned_of
 from megacompile.ir.values import tangent_of
-from megacompile.passes.edit import (
-    add_item,
-    last_item,
-    needed_for,
-    saved_value,
-    set_saved_values,
-    with_stages,
-)
+from megacompile.passes import edit
 from megacompile.passes.stages.joint import BackwardInputs, split
 from megacompile.passes.stages.templates import TemplateCache, next_index, planned_for
 
@@ -68,7 +61,7 @@ def differentiate(schedule: Schedule) -> Schedule:
     for stage in stages:
         _save(new.forward, calls[stage.index], stage)
         args = backward_args(calls[stage.index], stage, stage.traced.backward_primals)
-        values = [saved_value(new.forward, arg) for arg in args if arg]
+        values = [edit.saved_value(new.forward, arg) for arg in args if arg]
         for node in (*values, *_saved(calls[stage.index], stage)):
             if node.name not in made.saved:
                 made.saved[node.name] = made.graph.placeholder(node.name)
@@ -87,7 +80,7 @@ def differentiate(schedule: Schedule) -> Schedule:
         *made.saved,
         *(name for s in new.stages for name in _boundary(new.forward, calls[s.index], s)),
     ]
-    return set_saved_values(new, list(dict.fromkeys(names)))
+    return edit.set_saved_values(new, list(dict.fromkeys(names)))
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
@@ -99,7 +92,7 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
         return []
     args = ops.arguments(call)[2]
     unread = _unread(stage, [k for k, meta in enumerate(metas) if meta.requires_grad])
-    names = [saved_value(graph, arg).name for k, arg in enumerate(args) if k not in unread]
+    names = [edit.saved_value(graph, arg).name for k, arg in enumerate(args) if k not in unread]
     if stage.traced.random:
         with graph.inserting_before(call):
             ops.call(graph, ops.save_rng, stage, name=f"rng{stage.index}")
@@ -116,7 +109,7 @@ def _unread(stage: Stage, results: Sequence[int]) -> set[int]:
         return set()
     graph = template.graphs[Code.FORWARD].graph
     outputs: Any = graph.output_node().args[0]
-    seen = needed_for(outputs[k] for k in results)
+    seen = edit.needed_for(outputs[k] for k in results)
     placeholders = graph.find_nodes(op="placeholder")
     changed = [i for i in stage.mutated if placeholders[i] not in seen]
     found = {ref.index for ref in stage.arg_refs(changed)}
@@ -134,9 +127,9 @@ def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
     compat.set_args(call, (*call.args[:3], True))
     saved = stage.saved_values
     call.meta["value"] = (*call.meta["value"], *saved)
-    with graph.inserting_after(last_item(call)):
+    with graph.inserting_after(edit.last_item(call)):
         for k in reversed(range(len(saved))):
-            add_item(graph, call, results + k, f"s{stage.index}_{k}")
+            edit.add_item(graph, call, results + k, f"s{stage.index}_{k}")
 
 
 def forget_saved_tensors(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:
@@ -179,7 +172,7 @@ def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
         ops.backward,
         stage,
         (),
-        tuple(made.saved[saved_value(made.forward, a).name] if a else None for a in needed),
+        tuple(made.saved[edit.saved_value(made.forward, a).name] if a else None for a in needed),
         tuple(made.saved[s.name] for s in _saved(call, stage)),
         tuple(made.gradients[results[k]] for k in template.tangents),
         (*(made.gradients[n] for n in carried), *groups),
@@ -193,10 +186,10 @@ def _add_backward(made: _Backward, call: fx.Node, stage: Stage) -> None:
         metas.append(tuple(template.primals[i] for i in mine))
     node.meta["value"] = tuple(metas)
     for k, source in enumerate(sources):
-        made.gradients[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
+        made.gradients[source] = edit.add_item(graph, node, k, f"d{stage.index}_{k}")
     for k, bucket in enumerate(buckets, start=len(sources)):
         name = f"g{bucket.suffix}_{stage.index}"
-        made.of_bucket[bucket.key] = add_item(graph, node, k, name)
+        made.of_bucket[bucket.key] = edit.add_item(graph, node, k, name)
 
 
 def split_stages(
@@ -230,9 +223,9 @@ def split_stages(
         for stage, (template, each) in zip(schedule.stages, wanted, strict=True)
     )
     if schedule.backward is None:
-        made = with_stages(replace(schedule, draft=True).fresh(), stages)
+        made = edit.with_stages(replace(schedule, draft=True).fresh(), stages)
     else:
-        made = differentiate(with_stages(_undifferentiated(schedule), stages))
+        made = differentiate(edit.with_stages(_undifferentiated(schedule), stages))
     return replace(made, draft=schedule.draft)
 
 

@@ -35,15 +35,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
-from megacompile.passes.edit import (
-    Placeholders,
-    add_item,
-    copied,
-    last_item,
-    saved_value,
-    set_saved_values,
-    value_that_is_saved,
-)
+from megacompile.passes import edit
 from megacompile.passes.schedule.differentiate import backward_args, forget_saved_tensors
 from megacompile.passes.schedule.prefetch import Use, first_node, uses
 
@@ -52,7 +44,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     """Recompute every stage that the plan does not keep."""
     if schedule.backward is None:
         return schedule
-    new, graph = copied(schedule)
+    new, graph = edit.copied(schedule)
     forwards = ops.calls_by_stage(new.forward, ops.forward)
     backwards = ops.calls_by_stage(graph, ops.backward)
     again = [
@@ -62,7 +54,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     ]
     dropped = forget_saved_tensors(new.forward, [(forwards[stage.index], stage) for stage in again])
     saved_values = [name for name in new.saved_values if name not in dropped]
-    placeholders = Placeholders(graph)
+    placeholders = edit.Placeholders(graph)
     for stage in again:
         if stage.traced.saved:
             call, primals = forwards[stage.index], stage.traced.recompute_primals
@@ -73,19 +65,19 @@ def insert_recompute(schedule: Schedule) -> Schedule:
                 made = ops.call(graph, ops.recompute, stage, (), args, rng, name=name)
                 made.meta["value"] = stage.saved_values
                 for k, placeholder in enumerate(ops.arguments(backward)[3]):
-                    item = add_item(graph, made, k, f"{placeholder.name}_again")
+                    item = edit.add_item(graph, made, k, f"{placeholder.name}_again")
                     placeholders.replace(placeholder, item)
             saved_values += [str(node.target) for node in (*args, rng) if node is not None]
-    return set_saved_values(new, list(dict.fromkeys(saved_values)))
+    return edit.set_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
 def _inputs(
-    call: fx.Node, stage: Stage, primals: tuple[int, ...], placeholders: Placeholders
+    call: fx.Node, stage: Stage, primals: tuple[int, ...], placeholders: edit.Placeholders
 ) -> tuple[tuple[fx.Node | None, ...], fx.Node | None]:
     """Placeholders, named like the saved values, for the arguments among `primals` as the forward
     read them, and for the random state if there is one."""
     args = tuple(
-        None if arg is None else placeholders.of(saved_value(call.graph, arg))
+        None if arg is None else placeholders.of(edit.saved_value(call.graph, arg))
         for arg in backward_args(call, stage, primals)
     )
     states = ops.calls_by_stage(call.graph, ops.save_rng) if stage.traced.random else {}
@@ -106,10 +98,10 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     """
     if schedule.backward is None or not schedule.plan.rerun:
         return schedule
-    new, graph = copied(schedule)
+    new, graph = edit.copied(schedule)
     dropped: set[str] = set()
     calls = ops.calls_by_stage(new.forward, ops.forward)
-    computes, placeholders = uses(graph), Placeholders(graph)
+    computes, placeholders = uses(graph), edit.Placeholders(graph)
     # reversed: later reruns take the outputs of earlier ones
     for stage, outputs in reversed(_not_saved(new).items()):
         dropped |= {item.name for item in outputs}
@@ -125,10 +117,10 @@ def insert_reruns(schedule: Schedule) -> Schedule:
             computes.insert(at, Use((again,), ()))
             again.meta["value"] = call.meta["value"][: len(stage.outputs)]
             for k, item in sorted((k, n) for k, n in ops.items(call) if k < len(stage.outputs)):
-                made = add_item(graph, again, k, f"{item.name}_again")
+                made = edit.add_item(graph, again, k, f"{item.name}_again")
                 if item in wanted:
                     placeholders.replace(wanted[item], made)
-    return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
+    return edit.set_saved_values(new, [name for name in new.saved_values if name not in dropped])
 
 
 def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
@@ -142,7 +134,7 @@ def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
     for stage in schedule.stages:
         if stage.index not in schedule.plan.rerun or stage.mutated:
             continue
-        given = {saved_value(graph, arg) for arg in ops.arguments(calls[stage.index])[2]}
+        given = {edit.saved_value(graph, arg) for arg in ops.arguments(calls[stage.index])[2]}
         if not given <= saved:
             continue
         outputs = [
@@ -164,16 +156,16 @@ def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule
     is fetched `lookahead` stages before its first use."""
     if schedule.backward is None or not schedule.plan.offload:
         return schedule
-    new, graph = copied(schedule)
+    new, graph = edit.copied(schedule)
     names: dict[str, tuple[Stage, str]] = {}  # saved value -> its stage, its name on the host
     for value, stage in _waiting(new).items():
         op = producer(value)
-        with new.forward.inserting_after(max(value, last_item(op))):
+        with new.forward.inserting_after(max(value, edit.last_item(op))):
             copy = ops.call(new.forward, ops.offload_saved, stage, value, name=f"{value.name}_host")
         copy.meta["value"] = value.meta["value"]
         names[value.name] = stage, copy.name
     _fetch(graph, names, lookahead)
-    return set_saved_values(new, [names[n][1] if n in names else n for n in new.saved_values])
+    return edit.set_saved_values(new, [names[n][1] if n in names else n for n in new.saved_values])
 
 
 def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
@@ -222,7 +214,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
         count = stage.result_count
         if not any(meta.requires_grad for meta in call.meta["value"][:count]):
             continue  # no output has a backward
-        found = [value_that_is_saved(arg) for arg in ops.arguments(call)[2]]
+        found = [edit.value_that_is_saved(arg) for arg in ops.arguments(call)[2]]
         found += [item for k, item in ops.items(call) if k >= count]  # its saved tensors
         for value in dict.fromkeys(found):
             if value in saved_values:

@@ -29,12 +29,7 @@ from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Templ
 from megacompile.ir.tensors import Symbols, TensorMeta, planned_of
 from megacompile.ir.tiles import pieces_of
 from megacompile.passes.edit import SAME_VALUES, extracted, needed_for
-from megacompile.passes.stages.numbers import (
-    floats_as_tensors,
-    restore_floats,
-    sized,
-    without_numbers,
-)
+from megacompile.passes.stages import numbers
 from megacompile.passes.stages.tile import tile
 from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
@@ -89,7 +84,7 @@ def split(
     inputs = backward.graph.find_nodes(op="placeholder") if backward is not None else ()
     names = [str(node.target) for node in inputs]
     if planned:
-        graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
+        graphs = {code: numbers.sized(graph, planned) for code, graph in graphs.items()}
     if tokens is not None:  # codes that share a graph still share it
         each = dict.fromkeys(graphs.values())
         cut = {graph: tile(graph, tokens, tiles, _parameters(stage)) for graph in each}
@@ -224,15 +219,15 @@ def _parted(
         saved_fraction = max(saved_fraction, _LEAST)
         for node in random.values():
             compat.mark_recompute(node, must=False)
-    floats_as_tensors(work)
+    numbers.floats_as_tensors(work)
     forward, backward = compat.split_joint(
         work, outputs=stage.result_count, static_primals=range(params), memory_budget=saved_fraction
     )
     for part in (forward, backward):
-        restore_floats(part)
+        numbers.restore_floats(part)
     if changed and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would draw them again
-    return forward, without_numbers(backward, joint)
+    return forward, numbers.without_numbers(backward, joint)
 
 
 def _random(module: fx.GraphModule) -> dict[str, fx.Node]:

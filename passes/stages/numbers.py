@@ -31,15 +31,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import Number, TensorMeta, Values, symbols_in
-from megacompile.passes.edit import (
-    SYMBOLIC,
-    body_of,
-    computed,
-    extracted,
-    put,
-    value_of,
-    with_stages,
-)
+from megacompile.passes import edit
 
 _FLOAT = "megacompile.float"  # in a node's meta: the float that is represented by a tensor
 _OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
@@ -70,8 +62,8 @@ def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphMo
                 again[expression] = compat.reified(graph, expression, numbers)
             while before.next is not node:
                 before = before.next
-                before.meta["val"] = computed(before)
-        put(node, again[expression])
+                before.meta["val"] = edit.computed(before)
+        edit.put(node, again[expression])
     graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -118,7 +110,7 @@ def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.Graph
     for name, node in list(inputs.items()):
         if compat.is_number(node.meta.get("val")) and not name.startswith("primals_"):
             del inputs[name]
-            number = copied(sources[name], next(iter(graph.nodes)), body_of(graph))
+            number = copied(sources[name], next(iter(graph.nodes)), edit.body_of(graph))
             node.replace_all_uses_with(number)
             graph.erase_node(node)
     backward.recompile()
@@ -132,8 +124,8 @@ def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
     memo: dict[Any, Any] = {}
     with compat.fake_mode():
         for node in graph.nodes:
-            if (value := value_of(node)) is not None:
-                node.meta[SYMBOLIC] = value
+            if (value := edit.value_of(node)) is not None:
+                node.meta[edit.SYMBOLIC] = value
                 node.meta["val"] = compat.tree_map(lambda v: _sized(v, values, memo), value)
     return compat.graph_module(module, graph)
 
@@ -211,7 +203,7 @@ def _looks(value: Any) -> Any:
 def resize(stages: Schedule, values: Values) -> Schedule:
     """The result of `partition`, with these planned values of all its symbols."""
     assert stages.symbols is not None
-    new = with_stages(
+    new = edit.with_stages(
         stages,
         tuple(
             replace(stage, metas=at(stage.metas, values), outputs=at(stage.outputs, values))
@@ -238,7 +230,7 @@ def check_floats(joint: fx.GraphModule) -> None:
     """Raise `UntraceableSymbols` if a traced graph uses a float in a way that `compiled` does not
     support: it determines a size, or an operator needs it in a list or as an int."""
     for node in joint.graph.nodes:
-        sizes = [v for v in compat.leaves(value_of(node)) if isinstance(v, torch.Tensor)]
+        sizes = [v for v in compat.leaves(edit.value_of(node)) if isinstance(v, torch.Tensor)]
         if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
             raise compat.UntraceableSymbols("a changing float determines a size")
         if any(map(_comes_as_tensor, _numbers_taken(node))) and _by_tensors(node) is None:
@@ -257,22 +249,22 @@ def prepared(
     """The module that Inductor compiles for a traced graph, its fake inputs, and a function that
     wraps Inductor's code into the graph's."""
     inputs = module.graph.find_nodes(op="placeholder")
-    traced = compat.fakes_in(map(value_of, inputs))
+    traced = compat.fakes_in(map(edit.value_of, inputs))
     ints = {s: n for s, n in traced.hints.items() if s.is_integer} if traced else {}
     as_tensors = any(map(_comes_as_tensor, module.graph.nodes))
     if traced is None or (len(ints) == len(traced.hints) and not as_tensors):
-        return module, list(map(value_of, inputs)), lambda function: function
+        return module, list(map(edit.value_of, inputs)), lambda function: function
     kept = [k for k, node in enumerate(inputs) if not _comes_as_tensor(node)]
     graph, read = _taking_tensors(module.graph)
     numbers: Callable[..., Sequence[float]] = fx.GraphModule(
-        {}, extracted(module.graph, read)
+        {}, edit.extracted(module.graph, read)
     ).forward
-    dtypes = [_WIDEST[type(value_of(n))] if _comes_as_tensor(n) else None for n in read]
+    dtypes = [_WIDEST[type(edit.value_of(n))] if _comes_as_tensor(n) else None for n in read]
     fakes = compat.SymbolicFakes(ints)  # torch would read the floats of `traced`
     with fakes:
-        values = [_in(fakes, value_of(inputs[k])) for k in kept]
+        values = [_in(fakes, edit.value_of(inputs[k])) for k in kept]
         values += [
-            torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, value_of(node))
+            torch.empty((), dtype=dtype, device="cpu") if dtype else _in(fakes, edit.value_of(node))
             for node, dtype in zip(read, dtypes, strict=True)
         ]
 
@@ -299,14 +291,14 @@ def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
 
 def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
     """The number operands of a node that computes tensors."""
-    if node.op != "call_function" or compat.is_number(value_of(node)):
+    if node.op != "call_function" or compat.is_number(edit.value_of(node)):
         return []
-    return [source for source in node.all_input_nodes if compat.is_number(value_of(source))]
+    return [source for source in node.all_input_nodes if compat.is_number(edit.value_of(source))]
 
 
 def _comes_as_tensor(node: fx.Node) -> bool:
     """True if a node's value is a float, a bool, or an int computed from floats."""
-    value = value_of(node)
+    value = edit.value_of(node)
     if isinstance(value, torch.SymInt):
         return _of_floats(compat.expression_of(value)[1])
     return isinstance(value, (torch.SymFloat, torch.SymBool))
@@ -350,7 +342,7 @@ def _taking_tensors(old: fx.Graph) -> tuple[fx.Graph, list[fx.Node]]:
             new[node] = graph.call_function(_by_tensors(node), tuple(given))
         elif _comes_as_tensor(node):
             continue
-        elif compat.is_number(value_of(node)) and not new.keys() >= set(node.all_input_nodes):
+        elif compat.is_number(edit.value_of(node)) and not new.keys() >= set(node.all_input_nodes):
             taken(node)
         else:
             new[node] = graph.node_copy(node, new.__getitem__)

@@ -31,14 +31,8 @@ from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta, Values, any_size, planned_of
 from megacompile.options import Lowering
 from megacompile.passes.edit import with_stages
+from megacompile.passes.stages import numbers
 from megacompile.passes.stages.joint import BackwardInputs, as_gradient, split
-from megacompile.passes.stages.numbers import (
-    at,
-    check_floats,
-    compute_ints,
-    first_difference,
-    sized,
-)
 from megacompile.passes.stages.strides import computes_indices, lay_channels_last, real_tensors
 
 TemplateCache = MutableMapping[Hashable, Template]
@@ -125,11 +119,13 @@ def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Te
     key = (template, tuple(planned.items()))
     if key not in cache:
         names = ("primals", "outputs", "saved", "tangent_metas", "gradient_metas")
-        metas: dict[str, Any] = {name: at(getattr(template, name), planned) for name in names}
+        metas: dict[str, Any] = {
+            name: numbers.at(getattr(template, name), planned) for name in names
+        }
         cache[key] = replace(
             template,
             **metas,
-            graphs={code: sized(graph, planned) for code, graph in template.graphs.items()},
+            graphs={code: numbers.sized(graph, planned) for code, graph in template.graphs.items()},
             symbols=replace(template.symbols, planned=dict(planned)),
             traced=template.traced or template,
         )
@@ -173,15 +169,15 @@ class _Tracer:
             else:
                 decompositions = compat.inductor_decompositions()
             joint = self._traced(contextlib.nullcontext(), decompositions)
-            joint = compute_ints(joint, self.stage.metas)
+            joint = numbers.compute_ints(joint, self.stage.metas)
             fakes.note_guards(lambda: f"the stage {self.stage.name}, with its backward")
         if not eager:
-            check_floats(joint)
+            numbers.check_floats(joint)
             return joint
         found = self.gradients
         plain = self._trace()
         plain.graph.eliminate_dead_code()
-        difference = first_difference(joint, plain)
+        difference = numbers.first_difference(joint, plain)
         if difference or found != self.gradients:
             raise compat.UntraceableSymbols(f"with symbols, {difference or 'gradients differ'}")
         return joint
