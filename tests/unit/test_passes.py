@@ -85,9 +85,9 @@ CASES = list(_rows(Path(__file__).with_name("passes.txt").read_text()))
 
 
 def _update_graph(accumulate: bool = False, helps: bool = False) -> list[Pass]:
-    give = part(PASSES.insert_device_update, state_bytes=STATES["updated_bytes"])
-    insert = part(PASSES.insert_update_graph, helps=helps)
-    return [part(PASSES.offload_gradients, accumulate=accumulate), give, insert]
+    give = part(PASSES.updates.insert_device_update, state_bytes=STATES["updated_bytes"])
+    insert = part(PASSES.updates.insert_update_graph, helps=helps)
+    return [part(PASSES.updates.offload_gradients, accumulate=accumulate), give, insert]
 
 
 def _step(accumulate: bool = False, in_backward: bool = False) -> list[Pass]:
@@ -104,13 +104,13 @@ CHAINS: dict[str, Callable[..., list[Pass]]] = {
         PASSES.insert_recompute,
         part(PASSES.offload_saved_tensors, lookahead=lookahead),
     ],
-    "norms": lambda **_: [PASSES.insert_norms],
+    "norms": lambda **_: [PASSES.updates.insert_norms],
     "offload_grad": lambda accumulate=False, **_: [
-        part(PASSES.offload_gradients, accumulate=accumulate)
+        part(PASSES.updates.offload_gradients, accumulate=accumulate)
     ],
     "updates": lambda delay=1, **given: [
         part(
-            PASSES.insert_updates,
+            PASSES.updates.insert_updates,
             **{"accumulate": False, "lookahead": 1, "masters": False, **STATES, **given},
         )
     ],
