@@ -18,14 +18,8 @@ from megacompile.ir.stream import Stream
 from megacompile.log import CodeCounts
 from megacompile.plan.scenario import Change, Scenario
 from megacompile.text import printable, short_count
-from megacompile.views.critical_path import (
-    NONE,
-    LastRank,
-    RankSteps,
-    StepFigures,
-    last_rank,
-    traced_steps,
-)
+from megacompile.views import critical_path
+from megacompile.views.critical_path import LastRank, RankSteps, StepFigures
 from megacompile.views.timeline import Timeline
 
 
@@ -132,7 +126,7 @@ class Findings:
         device = device_kinds(peak, now.schedules, now.optimizer)
         host, disk, planned = now.host(), now.disk(), now.disk_traffic()
         needed, limit = sum(host.values()), now.hardware.locked_bytes
-        steps = None if traced is None else traced_steps(traced, model)
+        steps = None if traced is None else critical_path.traced_steps(traced, model)
         return cls(
             model=model,
             hardware=now.hardware.name,
@@ -152,7 +146,7 @@ class Findings:
             ),
             step_s=now.step_s,
             traced_step_s=None if steps is None else steps.step_s,
-            traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
+            traced_none_s=None if steps is None else steps.waited_s.get(critical_path.NONE, 0.0),
             streams=_streams(now.timeline(), steps),
             bounds=now.bounds(),
             changes=tuple(changes),
@@ -162,7 +156,7 @@ class Findings:
             replicas=now.replicas,
             network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
             network_is_assumed=now.replicas > 1 and now.hardware.network_gb_s is None,
-            last_rank=last_rank(rank_steps),
+            last_rank=critical_path.last_rank(rank_steps),
             disk_traffic=DiskTraffic(planned[Stream.READ], planned[Stream.WRITE]) if disk else None,
             code={k: copy(n) for k, n in (code or {}).items() if n.found or n.made},
         )

@@ -146,22 +146,23 @@ def _waits(timeline: Timeline, spans: Sequence[Span]) -> tuple[list[list[int]], 
         number = next(k for k in itertools.count() if (span.op.name, k) not in place)
         place[span.op.name, number] = i
     begins: set[int] = set()
-    known: dict[tuple[int, str], RecordedEdges] = {}
+    known: dict[tuple[int, str], _Edges] = {}
     made: dict[Handed, list[int]] = {}  # by earlier graphs
     for number, place in sorted(places.items()):  # in the order of issue
         run = timeline.runs[number]
         key = id(run.schedule), run.graph
         if key not in known:
-            known[key] = recorded_edges(run.schedule, run.graph)
+            known[key] = _edges(run.schedule, run.graph)
+        waits_of, takes_of, hands_on = known[key]
         lanes: set[str] = set()
         for name, i in place.items():
-            own = [place[wait] for wait in known[key].waits.get(name, ()) if wait in place]
-            given = known[key].takes.get(name, ())
+            own = [place[wait] for wait in waits_of.get(name, ()) if wait in place]
+            given = takes_of.get(name, ())
             waits[i] += own + [at for what in given for at in made.get(what, ())]
             if spans[i].op.lane not in lanes and not own:
                 begins.add(i)
             lanes.add(spans[i].op.lane)
-        for what, names in known[key].hands_on.items():
+        for what, names in hands_on.items():
             made[what] = [place[name] for name in names if name in place]
     return waits, begins
 
@@ -169,18 +170,14 @@ def _waits(timeline: Timeline, spans: Sequence[Span]) -> tuple[list[list[int]], 
 _Name = tuple[str, int]  # printed name, and its number among equal ones
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedEdges:
-    """The waits of a graph's ops, and the ops that later graphs may wait for."""
-
-    waits: Mapping[_Name, Sequence[_Name]]  # on other streams of the graph
-    takes: Mapping[_Name, Sequence[Handed]]  # values of earlier graphs
-    hands_on: Mapping[Handed, Sequence[_Name]]  # for later graphs: the ops that made them
+_Edges = tuple[dict[_Name, list[_Name]], dict[_Name, list[Handed]], dict[Handed, list[_Name]]]
 
 
-def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
-    """The edges that the runtime enforces, by op. An op that is not recorded, such as a `free`
-    after a copy, passes its waits to the next op of its stream."""
+def _edges(schedule: Schedule, graph_name: str) -> _Edges:
+    """The edges that the runtime enforces: for each op, the ops on other streams of the graph that
+    it waits for, and its values of earlier graphs; for each value for later graphs, the ops that
+    made it. An op that is not recorded, such as a `free` after a copy, passes its waits to the next
+    op of its stream."""
     names: dict[fx.Node, _Name] = {}
     counts: Counter[str] = Counter()
     handed_on: defaultdict[object, list[_Name]] = defaultdict(list)
@@ -202,7 +199,7 @@ def recorded_edges(schedule: Schedule, graph_name: str) -> RecordedEdges:
         is_part = isinstance(what[1], Part)  # new values: include the ops that made them
         makers = [node, *map(producer, reads(node))] if is_part else [node]
         hands_on[what] = [names[n] for n in makers if n in names]
-    return RecordedEdges(waits, takes, hands_on)
+    return waits, takes, hands_on
 
 
 # Finds the rank that comes last to every collective, from the traces of all ranks: its critical
