@@ -12,6 +12,7 @@ from megacompile.compat.inductor import *
 from megacompile.compat.kernels import *
 from megacompile.compat.modules import *
 from megacompile.compat.operators import *
+from megacompile.compat.patches import *
 from megacompile.compat.symbols import *
 from megacompile.compat.tensors import *
 from megacompile.compat.tracing import *

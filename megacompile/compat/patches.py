@@ -1,4 +1,4 @@
-"""Replaces torch's own functions."""
+"""Replaces functions of torch, and of packages whose loops train a model."""
 
 from __future__ import annotations
 

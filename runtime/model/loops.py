@@ -182,20 +182,8 @@ def take_over() -> None:
     for (module, kind, name), ours in _METHODS.items():
         imported = sys.modules.get(module)
         holder = getattr(imported, kind, None) if kind else imported
-        stock = getattr(holder, name, None)
-        if stock is not None and (module, kind, name) not in _TAKEN:
-            _TAKEN.add((module, kind, name))
-            setattr(holder, name, _around(stock, ours))
-
-
-def _around(stock: Method, ours: Method) -> Method:
-    """A method that calls ours with the bound stock method as its first argument."""
-
-    @functools.wraps(stock)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(functools.partial(stock, self), self, *args, **kwargs)
-
-    return method
+        if hasattr(holder, name):
+            compat.replace(holder, name, ours)
 
 
 def _shared_in(model: nn.Module) -> list[nn.Module]:
@@ -207,13 +195,13 @@ def _shared_in(model: nn.Module) -> list[nn.Module]:
 
 def _trainer(kind: str, stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     with saving([getattr(trainer, kind)], writes=trainer.args.should_save):
-        return stock(*args, **kwargs)
+        return stock(trainer, *args, **kwargs)
 
 
 def _accelerate_state(stock: Method, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     given = [*accelerator._models, *accelerator._optimizers]
     with saving(given, writes=_writes(accelerator)):
-        return stock(*args, **kwargs)
+        return stock(accelerator, *args, **kwargs)
 
 
 def _accelerate_state_dict(
@@ -222,7 +210,7 @@ def _accelerate_state_dict(
     """Return an empty dict in ranks that write nothing, like FSDP2."""
     writes = _writes(accelerator)
     with saving([model], writes=writes) as gathers:
-        state_dict = stock(model, *args, **kwargs)
+        state_dict = stock(accelerator, model, *args, **kwargs)
     return state_dict if writes or not gathers else {}
 
 
@@ -236,7 +224,7 @@ def _writes(accelerator: Any) -> bool:
 
 def _load_model(stock: Method, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with shapes(_shared_in(model)):
-        return stock(*args, **kwargs)
+        return stock(model, *args, **kwargs)
 
 
 _METHODS: dict[tuple[str, str, str], Method] = {  # module, class or "", name
@@ -248,4 +236,3 @@ _METHODS: dict[tuple[str, str, str], Method] = {  # module, class or "", name
     ("accelerate.accelerator", "Accelerator", "get_state_dict"): _accelerate_state_dict,
     ("accelerate.checkpointing", "", "load_model"): _load_model,
 }
-_TAKEN: set[tuple[str, str, str]] = set()
