@@ -29,7 +29,7 @@ from megacompile.runtime.optim.rule import Group, OptimizerRule, Update
 from megacompile.runtime.optim.rules import ADAM, USUAL, rule_of
 from megacompile.runtime.optim.twin import seed_of
 from megacompile.runtime.params import optimizer_states
-from megacompile.runtime.params.gradient_guards import GradientGuard, lazy_of
+from megacompile.runtime.params.gradient_guards import lazy_of
 from megacompile.runtime.params.guards import any_shared, guard_of
 from megacompile.runtime.params.host_bucket import HostBucket, StateDtype
 from megacompile.runtime.params.optimizer_states import Trained
@@ -37,6 +37,8 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.on_device import UpdateOffer
 from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdateBackend, UpdatePlace
+
+_Gradient = tuple[torch.Tensor, float, bool]  # with its factor, and `ParamUpdate.intact`
 
 
 class StepParts:
@@ -114,30 +116,25 @@ class StepParts:
         rule: OptimizerRule | None,
     ) -> None:
         bucket, grads = update.bucket, update.bucket.grads
-        found: list[tuple[torch.Tensor, float]] = []
-        guards: list[tuple[int, torch.Tensor, GradientGuard]] = []
-        for k, each in enumerate(trained):
-            gradient, scale = each.param.grad, 1.0
+        found: list[_Gradient] = []
+        for each in trained:
+            gradient, scale, intact = each.param.grad, 1.0, False
             assert gradient is not None
+            ours, theirs = grads.get(each.at), compat.local(gradient)
+            if ours is None or ours.data_ptr() != theirs.data_ptr():
+                ours = theirs.detach()
             who = None if type(gradient) is torch.Tensor else lazy_of(gradient)
             if who is not None:
                 who.check(gradient)
                 scale = who.scale
-                guards.append((k, gradient, who))
-            ours, theirs = grads.get(each.at), compat.local(gradient)
-            if ours is None or ours.data_ptr() != theirs.data_ptr():
-                ours = theirs.detach()
-            found.append((ours, scale))
+                intact = ours is grads.get(each.at) and who.version == compat.version(gradient)
+            found.append((ours, scale, intact))
         pin = (
             update.backend is UpdateBackend.STOCK_ON_DEVICE
             or self.machine.in_backward is not None
             or bucket.layout.key in self.machine.device_update.keys
         )
         update.steps = self._steps(optimizer, bucket, trained, found, rule, pin=pin)
-        for k, gradient, who in guards:
-            step = update.steps[k]
-            foreign = step.grad is not grads.get(step.index)
-            step.intact = not foreign and who.version == compat.version(gradient)
 
     @staticmethod
     def _look_at(update: BucketUpdate, trained: Iterable[Trained]) -> None:
@@ -177,7 +174,7 @@ class StepParts:
         optimizer: Optimizer,
         bucket: HostBucket,
         trained: Sequence[Trained],
-        gradients: Iterable[tuple[torch.Tensor, float]],  # each with the factor not applied yet
+        gradients: Iterable[_Gradient],
         rule: OptimizerRule | None,  # updates them; None: torch.optim's own step does
         *,
         pin: bool,  # page-lock new states, on CUDA
@@ -199,7 +196,7 @@ class StepParts:
         steps = []
         buffers = bucket.states.of(optimizer)
         hypers: dict[tuple[int, float, bool, float], tuple[float, ...]] = {}
-        for each, own, (gradient, scale) in zip(trained, names, gradients, strict=True):
+        for each, own, (gradient, scale, intact) in zip(trained, names, gradients, strict=True):
             i, state, group = each.at, each.state, each.group
             first = rule is not None and any(state.get(name) is None for name in own)
             rounded = rule is not None and self.rounds(each.param)
@@ -207,7 +204,7 @@ class StepParts:
                 state["step"] = optimizer_states.new_counter()  # also for the seeds
             optimizer_states.adopt(optimizer, bucket, i, state, own)
             states = optimizer_states.for_update(buffers, i, state, own if rule else None)
-            step = ParamUpdate(index=i, grad=gradient, scale=scale, group={}, states=states)
+            step = ParamUpdate(i, gradient, scale, group={}, states=states, intact=intact)
             steps.append(step)
             if rule is None:
                 continue
@@ -232,7 +229,7 @@ class StepParts:
         by_param = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         params = [(bucket.params[i], i) for i in indices]
         trained = [Trained(p, i, by_param[id(p)], optimizer.state[p]) for p, i in params]
-        gradients = [(torch.empty(0), 1.0)] * len(trained)
+        gradients = [(torch.empty(0), 1.0, False)] * len(trained)
         steps = self._steps(optimizer, bucket, trained, gradients, rule, pin=True)
         return {step.index: step for step in steps}
 
