@@ -31,7 +31,7 @@ from megacompile.errors import CheckpointError, OptionError
 from megacompile.option_values import parse_bytes
 from megacompile.runtime.checkpoint.files import DTYPES, INCOMPLETE, SHARD, WEIGHTS, library
 from megacompile.runtime.checkpoint.initialize import is_pretrained, left_in, reverted
-from megacompile.runtime.device.ranks import ranks_of
+from megacompile.runtime.device.ranks import ranks_of, whole_of
 from megacompile.text import format_bytes
 
 _INDEX = f"{WEIGHTS}.index.json"
@@ -203,18 +203,11 @@ class _Saving:
         if self._last[0] != source:
             self._last = ("", {})  # free its memory before the next conversion
         if source is None:
-            return self._whole(self.looks[name])
+            return whole_of(self.looks[name])  # type: ignore[no-any-return]
         if not self._last[0]:
-            gathered = {source: self._whole(self._tensors[source])}
+            gathered = {source: whole_of(self._tensors[source])}
             self._last = (source, reverted(self._model, gathered))
         return self._last[1][name]
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a sharded tensor, which is a collective; returns any other tensor unchanged."""
-        if not compat.is_sharded(tensor):
-            return tensor
-        assert self._ranks is not None, "a sharded tensor in a model without ranks"
-        return self._ranks.all_of(tensor)
 
 
 def _clear(path: Path) -> None:

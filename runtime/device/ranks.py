@@ -226,10 +226,6 @@ class Ranks:
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 
-    def all_of(self, sharded: torch.Tensor) -> torch.Tensor:
-        """The full tensor, with parts on any device; all ranks call this."""
-        return whole(sharded, compat.local(sharded).detach().to(self.device))
-
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Gather several numbers from each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -279,6 +275,14 @@ def whole(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The full tensor of parts that are sharded like a parameter; all ranks call this."""
     with _alone(like, "ALL_GATHER"):
         return compat.whole(like, part)
+
+
+def whole_of(value: Any) -> Any:
+    """The full tensor of a DTensor with parts on any device; all ranks call this. Any other value
+    unchanged."""
+    if not compat.is_sharded(value):
+        return value
+    return whole(value, compat.local(value).detach().to(value.device_mesh.device_type))
 
 
 def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megacompile import compat
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import available_bytes
-from megacompile.runtime.device.ranks import ranks_of
+from megacompile.runtime.device.ranks import ranks_of, whole_of
 from megacompile.runtime.optim.blockwise import to_plain
 from megacompile.text import format_bytes
 
@@ -60,8 +60,7 @@ def whole_on_host(value: Any) -> Any:
     """The full tensor of a DTensor, in host memory, a collective; any other value unchanged."""
     if not compat.is_sharded(value):
         return value
-    mine = to_plain(value.detach())  # its guard has waited for work in flight
-    return ranks_of(mine).all_of(mine).cpu()
+    return whole_of(to_plain(value.detach())).cpu()  # its guard has waited for work in flight
 
 
 @compat.opaque
