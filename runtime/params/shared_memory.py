@@ -17,8 +17,6 @@ from megacompile import compat, notices
 from megacompile.packed import is_wrapper
 from megacompile.runtime.params.proxies import StreamedParameter
 
-_Span = tuple[int, int, int]  # byte addresses of a tensor's start and end; its position in a list
-
 
 def moved(
     args: tuple[Any, ...],
@@ -58,10 +56,9 @@ def overlaps(
     ]
     found = []
     for group in _groups(tensors):
-        members = [args[position] for *_, position in group]
-        streamed = any(member.untyped_storage().data_ptr() in homes for member in members)
-        if (len(group) > 1 or streamed) and any(position in changed for *_, position in group):
-            found.append(tuple(position for *_, position in group))
+        streamed = any(args[i].untyped_storage().data_ptr() in homes for i in group)
+        if (len(group) > 1 or streamed) and not changed.isdisjoint(group):
+            found.append(tuple(group))
     return tuple(found)
 
 
@@ -72,16 +69,15 @@ def _dense(tensor: torch.Tensor) -> bool:
     return dense and not compat.is_of_transform(tensor)
 
 
-def _groups(tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[_Span]]:
-    """Tensors grouped by shared memory, each group sorted by address."""
-    groups: list[list[_Span]] = []
+def _groups(tensors: Iterable[tuple[int, torch.Tensor]]) -> list[list[int]]:
+    """The numbers of tensors, grouped by shared memory, each group sorted by address."""
+    groups: list[list[int]] = []
     end = -1
-    for span in sorted((*memory_of(tensor), i) for i, tensor in tensors):
-        start, stop, _ = span
+    for start, stop, i in sorted((*memory_of(tensor), i) for i, tensor in tensors):
         if groups and start < end:
-            groups[-1].append(span)
+            groups[-1].append(i)
         else:
-            groups.append([span])
+            groups.append([i])
         end = max(end, stop)
     return groups
 
