@@ -67,10 +67,8 @@ def input_of(place: Place, arg: Any) -> GraphInput:
         return ParamInput(*place(arg), arg.requires_grad)
     if _is_packed(arg):
         wrapping, parts = packed.taken_apart(arg)
-        proxies: Any = parts
-        return PackedInput(
-            wrapping, tuple([ParamInput(*place(each), each.requires_grad) for each in proxies])
-        )
+        made: Any = [input_of(place, part) for part in parts]
+        return PackedInput(wrapping, tuple(made))
     if type(arg) in compat.PLAIN_TENSORS:
         if arg.layout is not torch.strided:
             raise UnsupportedGraphError(f"an input has layout {arg.layout}")
