@@ -196,7 +196,7 @@ class _Queue:
         """Ensure that the jobs are done, by a thread if one can be started."""
         if self.turn.locked():
             return
-        _finish_at_exit()
+        _at_exit(_finish)
         if not _ENDING.is_set():
             _OPEN.add(self)
             thread = threading.Thread(target=self._until_the_end, name=self.name, daemon=True)
@@ -231,9 +231,7 @@ _OPEN: set[_Queue] = set()  # queues whose threads have not ended
 _ENDING = threading.Event()  # the process is exiting
 
 
-@functools.cache
-def _finish_at_exit() -> None:
-    atexit.register(_finish)
+_at_exit = functools.cache(atexit.register)  # registers a function once
 
 
 def _finish() -> None:
