@@ -295,7 +295,7 @@ from torch import nn
 
 from megacompile import Explanation, Schedule, explain, megacompile, schedules
 
-model: nn.Linear = megacompile(nn.Linear(4, 1), device="cpu", gpu_memory="1GiB")
+model: nn.Linear = megacompile(nn.Linear(4, 1), device="cpu", gpu_memory="1GiB", resident=0)
 model(torch.ones(2, 4)).square().mean().backward()
 schedule: Schedule = schedules(model)[0]
 explanation: Explanation = explain(model, changes=False)
