@@ -63,7 +63,11 @@ def locals_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def set_local(tensor: torch.Tensor, part: torch.Tensor) -> None:
-    """Replace this rank's part of a tensor by one of the same shape, possibly on another device."""
+    """Replace this rank's part of a tensor by one of the same shape, possibly on another device;
+    the data of a tensor that ranks do not share."""
+    if not is_sharded(tensor):
+        tensor.data = part
+        return
     if tensor.device != part.device:
         with torch.no_grad():
             tensor.data = like(tensor, part)

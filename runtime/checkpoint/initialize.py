@@ -265,17 +265,9 @@ def give_memory(param: nn.Parameter, value: torch.Tensor) -> Callable[[], None]:
         twin = nn.Parameter(value.data, requires_grad=param.requires_grad)
         compat.exchange_memory(param, twin)
         return functools.partial(compat.exchange_memory, param, twin)
-    if compat.is_sharded(param):
-        part = compat.local(param)
-        compat.set_local(param, value)
-        return functools.partial(compat.set_local, param, part)
-    before = param.data
-
-    def undo() -> None:
-        param.data = before
-
-    param.data = value
-    return undo
+    before = compat.local(param).data
+    compat.set_local(param, value)
+    return functools.partial(compat.set_local, param, before)
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:

@@ -123,7 +123,7 @@ class HostBucket:
         for param, value in zip(self.params, self.values, strict=True):
             if self.on_disk is None:
                 value.copy_(compat.local(param).detach())
-            set_storage(param, value)
+            compat.set_local(param, value)
 
     def _take_later(self, device: torch.device, thread: Background) -> None:
         """The same, with values copied later; users of the parameters wait for them."""
@@ -226,7 +226,7 @@ class HostBucket:
                 return False
             if theirs.shape != value.shape or theirs.dtype != value.dtype:
                 return False
-            set_storage(param, value)
+            compat.set_local(param, value)
             with torch.no_grad():  # a pending backward sees the new version
                 param.copy_(compat.like(param, theirs))
         return True
@@ -424,10 +424,3 @@ def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int
         for i, dtype in dtypes.items()
     }
     return places, end
-
-
-def set_storage(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if compat.is_sharded(tensor):
-        compat.set_local(tensor, value)
-    else:
-        tensor.data = value

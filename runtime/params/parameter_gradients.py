@@ -32,7 +32,7 @@ from megacompile.runtime.params.gradient_guards import (
     leave_unsummed,
 )
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.host_bucket import HostBucket, set_storage
+from megacompile.runtime.params.host_bucket import HostBucket
 
 _TRAINED, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
 _NO_GRADIENT = frozenset((type(None),))
@@ -226,7 +226,7 @@ class Gradients:
             mine = compat.local(gradient)
             if gradient.layout is torch.strided and mine.numel():
                 if buffers.get(mine.data_ptr(), place) != place:
-                    set_storage(gradient, mine.detach().clone())
+                    compat.set_local(gradient, mine.detach().clone())
 
     def take(self, key: int) -> dict[int, tuple[torch.Tensor, bool]]:
         """Take a bucket's gradients out of `p.grad`, by parameter index, with True if unsummed."""
@@ -274,7 +274,7 @@ class Gradients:
                     continue
                 self.streams.synchronize(Stream.D2H)
                 bucket.grads[i].copy_(before)
-                set_storage(gradient, bucket.grads[i])  # p.grad stays the same tensor object
+                compat.set_local(gradient, bucket.grads[i])  # p.grad stays the same tensor object
             elif self.is_busy((key, i)):  # autograd holds its memory
                 bucket.grads[i] = before
 
