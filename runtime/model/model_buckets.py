@@ -90,11 +90,11 @@ class ModelBuckets:
         machine.buckets.clear()
         machine.trained.clear()  # their updates refer to old buckets
         if options.resident is not None:
-            resident = program.first_that_fit(units, named, options)
+            resident = program.first_that_fit(units, params, options)
         filling = None
         if not before:
             stored = program.weights_on_disk(
-                units, named, options, machine.disk, resident, new_bytes
+                units, params, options, machine.disk, resident, new_bytes
             )
             on_device = {id(param) for key in resident for param in params[key]}
             refuse_moves(self.model, on_device, options.device.type)

@@ -95,14 +95,13 @@ class Plans:
 
 
 def first_that_fit(
-    units: Sequence[Unit], named: Mapping[str, nn.Parameter], options: Options
+    units: Sequence[Unit], params: Mapping[int, Sequence[nn.Parameter]], options: Options
 ) -> frozenset[int]:
     """The first buckets that fit, with gradients and states, into `options.resident` bytes."""
     assert options.resident is not None
     cost, left, chosen = OptimizerCost.of(options), float(options.resident), set[int]()
     for unit in units:
-        places = enumerate(unit.bucket.params)
-        trained = [i for i, place in places if named[place.name].requires_grad]
+        trained = [i for i, p in enumerate(params[unit.bucket.key]) if p.requires_grad]
         left -= cost.resident_bytes(unit.bucket, trained)
         if left < 0:
             break
@@ -122,7 +121,7 @@ def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
 
 def weights_on_disk(
     units: Sequence[Unit],
-    named: Mapping[str, nn.Parameter],
+    params: Mapping[int, Sequence[nn.Parameter]],  # by bucket key
     options: Options,
     disk: Disk | None,
     resident: frozenset[int],
@@ -135,7 +134,6 @@ def weights_on_disk(
     if disk is None or not (options.disk_weights or options.may_store_weights):
         return frozenset()
     streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
-    params = {b.key: [named[place.name] for place in b.params] for b in streamed}
     trained = {key for key, each in params.items() if any(p.requires_grad for p in each)}
     order = first_to_disk(streamed, trained)
     disk_bytes = [disk.round_up(bucket.size_bytes) for bucket in order]
