@@ -286,8 +286,7 @@ class UpdateOps(OpGroup):
         self.residents.append((part, after))
         if len(self.residents) < self.resident_parts:
             return Handle(None, Stream.COMPUTE)
-        parts = [part for part, _ in self.residents]
-        waits = tuple(each for _, each in self.residents)
+        parts, waits = zip(*self.residents, strict=True)
         self.residents = []
         handle = self._issue(Stream.COMPUTE, waits, lambda: update_residents(parts))
         for part in parts:
