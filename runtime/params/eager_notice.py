@@ -43,7 +43,6 @@ class EagerNotice:
             yield
         except BaseException:
             self.ever = ever
-            self.forget()
             raise
 
     @contextmanager
