@@ -12,6 +12,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeGuard
@@ -67,28 +68,22 @@ class Accumulators:
         return _NO_GRADIENT.issuperset(map(type, map(_GRADIENT, self.params)))
 
 
+@dataclass(eq=False)
 class Gradients:
     """The gradients of a model's parameters, by bucket and index. Owned by the machine."""
 
-    def __init__(
-        self,
-        streams: Streams,
-        *,
-        exact: bool = True,  # accumulate bitwise in autograd's order, even if it takes more memory
-        ranks: Ranks | None = None,  # that share the parameters
-    ) -> None:
-        self.streams = streams
-        self.exact = exact
-        self.ranks = ranks
-        self.buckets: dict[int, HostBucket] = {}
-        self.places: dict[int, ParamId] = {}  # id(parameter) -> place
-        # the nodes of each graph's parameters, and of single ones. Both share a parameter's node,
-        # so that any graph detects a new one
-        self._ends: dict[tuple[ParamId, ...], Accumulators] = {}
-        self._nodes: dict[ParamId, Any] = {}
-        # running backwards, by autograd's number; any of them may accumulate first
-        self.passes: dict[int, BackwardPass] = {}
-        self._followed = False  # True if a parameter got a new AccumulateGrad node
+    streams: Streams
+    exact: bool  # accumulate bitwise in autograd's order, even if it takes more memory
+    ranks: Ranks | None  # that share the parameters
+    buckets: dict[int, HostBucket] = field(default_factory=dict)
+    places: dict[int, ParamId] = field(default_factory=dict)  # id(parameter) -> place
+    # the nodes of each graph's parameters, and of single ones. Both share a parameter's node, so
+    # that any graph detects a new one
+    _ends: dict[tuple[ParamId, ...], Accumulators] = field(default_factory=dict)
+    _nodes: dict[ParamId, Any] = field(default_factory=dict)
+    # running backwards, by autograd's number; any of them may accumulate first
+    passes: dict[int, BackwardPass] = field(default_factory=dict)
+    _followed: bool = False  # True if a parameter got a new AccumulateGrad node
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         self.buckets = dict(buckets)
