@@ -87,11 +87,12 @@ def save(
             )
         saving.look()
         shards = _shards(saving.looks, limit)
+        total_bytes = sum(look.nbytes for look in saving.looks.values())
     with saving.writing():
         if saving.writes:
             path.mkdir(parents=True, exist_ok=True)
             _clear(path)
-            free, needed = shutil.disk_usage(path).free, _total_bytes(saving.looks) + _HEADER_BYTES
+            free, needed = shutil.disk_usage(path).free, total_bytes + _HEADER_BYTES
             if free < needed:
                 raise OSError(f"{format_bytes(needed)} needed, {format_bytes(free)} free")
     try:
@@ -99,7 +100,7 @@ def save(
             _write(path / (file + INCOMPLETE), names, saving)
         with saving.writing():
             if saving.writes:
-                _write_index(path, shards, saving.looks)
+                _write_index(path, shards, total_bytes)
                 _write_configs(model, path / _CONFIGS)
                 _publish(path, shards)
     except Exception:
@@ -233,10 +234,6 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> Shards:
     }
 
 
-def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def _write(path: Path, names: list[str], saving: _Saving) -> None:
     """Write one file under a name that readers ignore, and sync it to the disk. The library needs
     all tensors of a file at once, but ranks that share a model gather only one at a time. Format:
@@ -290,10 +287,10 @@ def _put(file: BinaryIO, at: int, data: Any) -> None:
         left = left[written:]
 
 
-def _write_index(path: Path, shards: Shards, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_index(path: Path, shards: Shards, total_bytes: int) -> None:
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": _total_bytes(tensors)},
+            "metadata": {"total_size": total_bytes},
             "weight_map": {name: file for file, names in shards.items() for name in names},
         }
         draft = path / (_INDEX + INCOMPLETE)
