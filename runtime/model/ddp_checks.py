@@ -182,7 +182,7 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     """Check the megacompiled models in a DDP before its construction. Returns True if this has
     constructed it, as a `PassThrough`. Raises a ModelError if such a wrapper would have to do more
     than call a model that ranks share."""
-    inside = _megacompiled_in(given["module"])
+    inside: list[DdpChecks] = [each.buckets.ddp for each in loops.streamed_in(given["module"])]
     shared = [(each, each.mesh) for each in inside if isinstance(each.mesh, DeviceMesh)]
     if not shared:
         for each in inside:
@@ -222,19 +222,13 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
 def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
     """Refuse a DataParallel around a megacompiled model before its construction. Without a GPU it
     only calls its module and is allowed."""
-    inside = _megacompiled_in(given["module"])
+    inside: list[DdpChecks] = [each.buckets.ddp for each in loops.streamed_in(given["module"])]
     if inside and torch.cuda.is_available():
         raise ModelError(
             f"DataParallel(): {inside[0].name} is megacompiled, but got a DataParallel around it, "
             f"{_COPIES}; Trainer makes a DataParallel if it sees several GPUs without torchrun"
         )
     return False
-
-
-def _megacompiled_in(module: object) -> list[DdpChecks]:
-    modules = module.modules() if isinstance(module, nn.Module) else ()
-    calls: list[Any] = list(map(compat.compiled_call, modules))  # of a model: a `StreamedModel`
-    return [call.buckets.ddp for call in calls if hasattr(call, "buckets")]
 
 
 def _inside(model: nn.Module) -> list[DistributedDataParallel]:

@@ -82,7 +82,7 @@ def saving(given: Sequence[Any], *, writes: bool) -> Iterator[bool]:
     raises in all (RankError), such as too little memory for all tensors in the rank that writes
     (HostMemoryError). Nested blocks do nothing. Yields True if tensors were gathered.
     """
-    modules = [shared for m in given if isinstance(m, nn.Module) for shared in _shared_in(m)]
+    modules = [shared for each in given for shared in _shared_in(each)]
     others = (each for each in given if not isinstance(each, nn.Module))
     every = (getattr(each, "optimizer", each) for each in others)  # in Accelerate's wrapper
     optimizers = [each for each in every if isinstance(each, Optimizer)]
@@ -185,11 +185,15 @@ def take_over() -> None:
             compat.replace(holder, name, ours)
 
 
-def _shared_in(model: nn.Module) -> list[nn.Module]:
+def streamed_in(module: object) -> list[Any]:
+    """The `StreamedModel`s of a module and of those in it."""
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return [call for call in map(compat.compiled_call, modules) if hasattr(call, "buckets")]
+
+
+def _shared_in(model: object) -> list[nn.Module]:
     """The megacompiled modules in a model that ranks share."""
-    calls: list[Any] = list(map(compat.compiled_call, model.modules()))
-    streamed = [call for call in calls if hasattr(call, "buckets")]  # a `StreamedModel`
-    return [call.model for call in streamed if call.options.mesh is not None]
+    return [each.model for each in streamed_in(model) if each.options.mesh is not None]
 
 
 def _trainer(kind: str, stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
