@@ -43,12 +43,6 @@ class Member:
     holder: Any  # the object that has it as an attribute
     key: str
 
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The dict of the holder's attributes."""
-        found: dict[str, Any] = vars(self.holder)
-        return found
-
 
 def is_wrapper(tensor: object) -> bool:
     """True for a tensor that only wraps others, which hold its data."""

@@ -115,11 +115,6 @@ class Template:
         """Primals that are numbers."""
         return tuple(i for i, meta in enumerate(self.primals) if isinstance(meta, Number))
 
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of the saved tensors of one call."""
-        return sum(meta.size_bytes for meta in self.saved)
-
 
 @dataclass(frozen=True, eq=False)
 class Stage:

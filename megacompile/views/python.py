@@ -305,7 +305,7 @@ def _stages_line(run: list[Stage]) -> str:
     if template is None:
         return f"{text}, not traced"
     fraction, tiles = template.saved_fraction, template.tiles
-    saved = format_bytes(template.saved_bytes)
+    saved = format_bytes(tensors_bytes(template.saved))
     saved += f" as a fraction of {fraction:g}" if fraction < 1 else ""
     saved += f", {tiles} tiles" if tiles > 1 else ""
     saved += ", random" if template.random else ""

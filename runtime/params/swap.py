@@ -291,7 +291,7 @@ def _places(
             yield holder, name, param, param
             for member in () if is_wrapper(param) else members(module, param):
                 if member.path:
-                    yield member.attributes, member.key, member.tensor, member.leaf
+                    yield vars(member.holder), member.key, member.tensor, member.leaf
 
 
 def _found(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[list[Any], ...]:
