@@ -245,17 +245,9 @@ def evaluated(expression: Any, values: _Values) -> Any:
 
 def as_function(expressions: Any, symbols: Sequence[sympy.Symbol]) -> Callable[..., Any]:
     """A Python function of symbols that returns nested tuples of integer expressions."""
-    names = ", ".join(symbol.name for symbol in symbols)
     scope = {"math": math, **SYMPY_INTERP}
-    function: Callable[..., Any] = eval(f"lambda {names}: {_printed(expressions)}", scope)
+    function: Callable[..., Any] = sympy.lambdify(symbols, expressions, scope, PythonPrinter)
     return function
-
-
-def _printed(expression: Any) -> str:
-    if isinstance(expression, tuple):
-        return f"({''.join(f'{_printed(item)}, ' for item in expression)})"
-    symbolic = isinstance(expression, sympy.Basic)
-    return str(PythonPrinter().doprint(expression)) if symbolic else repr(expression)
 
 
 def reified(graph: fx.Graph, expression: Any, nodes: Mapping[sympy.Symbol, fx.Node]) -> Any:
