@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,20 +139,10 @@ def on_device(wrapping: Wrapping, device: torch.device) -> Wrapping:
     return dataclasses.replace(
         wrapping,
         inner=tuple(nested and on_device(nested, device) for nested in wrapping.inner),
-        context=_moved(wrapping.context, device),
+        context=compat.tree_map(
+            lambda value: device if isinstance(value, torch.device) else value, wrapping.context
+        ),
     )
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, Mapping) and type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*(_moved(item, device) for item in value))
-    return value
 
 
 @functools.cache

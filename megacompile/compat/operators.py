@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._library.utils import lookup_op
 from torch.utils import _pytree
 
 _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
@@ -223,10 +224,7 @@ def taken_tensors(graph: fx.Graph) -> list[tuple[str, tuple[str, ...]]]:
 
 def define_taking(name: str, names: tuple[str, ...]) -> None:
     """Define `taking_tensors` of the operator with this qualified name."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    packets = getattr(torch.ops, namespace)
-    taking_tensors(getattr(getattr(packets, packet), overload or "default"), names)
+    taking_tensors(lookup_op(name), names)
 
 
 _TAKING: dict[Any, tuple[Any, tuple[str, ...]]] = {}  # operator -> its `taking_tensors`

@@ -183,15 +183,8 @@ class Interpreter(fx.Interpreter):
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a value, with wrappers replaced by their components."""
-    if is_wrapper(value):
-        return taken_apart(value)[1]
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+    each = [leaf for leaf in compat.leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [t for leaf in each for t in (taken_apart(leaf)[1] if is_wrapper(leaf) else [leaf])]
 
 
 def number_of(value: Any) -> Any:
