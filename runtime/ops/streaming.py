@@ -16,7 +16,7 @@ from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Completion, nothing
 from megacompile.runtime.device.pool import OnDisk, OnHost, completion_of, empty
-from megacompile.runtime.device.streams import Handle, wait_for_host
+from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk import Request
 from megacompile.runtime.ops.machine import Group, OpGroup, handles
 from megacompile.runtime.params.host_bucket import HostBucket
@@ -240,8 +240,9 @@ class StreamingOps(OpGroup):
     def read_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         if self.in_step and bucket.key not in self.parts:
             return Handle(None, Stream.READ)
+        # the last write is over: `Updates.prepare_step` and `InBackward.begin` have waited for it
+        del after
         host = self.machine.buckets[bucket.key]
-        wait_for_host(handles(after))  # of the previous step: usually finished
         what = f"{bucket.label}READ_STATE of {host.layout.name!r}"
         lease = self._staging.read_states(host, what)
         if lease is not None:
