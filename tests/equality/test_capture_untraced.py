@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -192,10 +193,6 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
-def called(model: Any, x: Any) -> Any:
-    return model(x)
-
-
 def test_each_kind_of_call_has_a_program_and_keeps_it() -> None:
     """Of inputs, and of states of the thread and the process."""
     plain, model = twins(
@@ -208,7 +205,7 @@ def test_each_kind_of_call_has_a_program_and_keeps_it() -> None:
     counts = []
     for name, state, value in (*calls, *calls):
         with state():
-            assert_alike((plain, model), functools.partial(called, x=value), name=name)
+            assert_alike((plain, model), operator.methodcaller("__call__", value), name=name)
         counts.append(len(inside.programs(model)))
     assert counts == [*range(1, len(calls) + 1)] + [len(calls)] * len(calls)
 

@@ -157,15 +157,23 @@ def kept(of: Trained) -> Any:
         ("exact", "pwritev", 0, WEIGHTS, ""),
         ("in the backward", "preadv", 0, WEIGHTS, ""),
         ("in the backward", "pwritev", 9, WEIGHTS, ""),
+        ("exact", "memory", 0, WEIGHTS, ""),
+        ("in the backward", "memory", 0, {}, ""),
     ],
 )
 def test_an_error_in_the_middle_of_a_step(
     tmp_path: Path, mode: str, way: str, served: int, weights: Any, first: str
 ) -> None:
-    """Every use says what is torn; a checkpoint makes it whole, and training goes on."""
+    """Every use says what is torn; a checkpoint makes it whole, and training goes on. That there is
+    no memory for what is read, the thread that gives buffers finds: whoever waits is told."""
     model, optimizer = of = trained(tmp_path, **MODES[mode], **weights)
     weights, states = kept(of)
-    with failing(way, served), pytest.raises((OptimizerError, DiskError)):
+    if way == "memory":
+        inside.drop_disk_buffers(model)
+        fails: Any = disks.no_host_memory(inside.machine(model))
+    else:
+        fails = failing(way, served)
+    with fails, pytest.raises((OptimizerError, DiskError, HostMemoryError)):
         run(model, optimizer, 5, first=4)
         kept(of)
     loads: list[Callable[[], Any]] = [
@@ -194,24 +202,6 @@ def test_saved_tensors_that_cannot_be_written_or_read(tmp_path: Path, way: str) 
     gc.collect()
     run(model, optimizer, 8, first=4)
     assert_same(values((model, optimizer)), in_memory("exact"))
-
-
-@pytest.mark.parametrize(("mode", "weights"), [("exact", WEIGHTS), ("in the backward", {})])
-def test_no_host_memory_for_what_is_read(tmp_path: Path, mode: str, weights: Any) -> None:
-    """Found by the thread that gives buffers: whoever waits for one is told, and nobody hangs."""
-    model, optimizer = of = trained(tmp_path, **MODES[mode], **weights)
-    weights, states = kept(of)
-    inside.drop_disk_buffers(model)
-    with (
-        disks.no_host_memory(inside.machine(model)),
-        pytest.raises((OptimizerError, HostMemoryError)),
-    ):
-        run(model, optimizer, 6, first=4)
-    optimizer.zero_grad()
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(states)
-    run(model, optimizer, 8, first=4)
-    assert_same(values(of), in_memory(mode))
 
 
 @pytest.fixture
@@ -244,34 +234,52 @@ def test_states_go_to_the_disk_and_leave_it(tmp_path: Path, moved: Callable[[], 
     assert_same(values(of), in_memory("exact", 9))
 
 
-def test_a_state_that_is_replaced_waits_for_the_write_of_the_last_one(tmp_path: Path) -> None:
-    """Which would overwrite it. It ends when the next backward waits for something."""
-    real, waited = os.pwritev, threading.Event()
+@contextmanager
+def standing() -> Iterator[threading.Event]:
+    """For its duration a drive writes nothing before an event."""
+    go, real = threading.Event(), os.pwritev
 
     def late(*args: Any) -> int:
-        waited.wait(100)
+        go.wait(100)
         return real(*args)
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_name == "wait":
-            waited.set()
+    with mock.patch.object(os, "pwritev", late):
+        yield go
 
+
+def let_go(go: threading.Event, frame: FrameType, event: str, argument: object) -> None:
+    """When this thread waits for something."""
+    if frame.f_code.co_name == "wait":
+        go.set()
+
+
+def replaced(state: dict[str, Any]) -> Tensor:
+    """By the user; the next backward waits for something."""
+    state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.5)
+    return state["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    "use", [replaced, lambda state: state["exp_avg"].clone()], ids=["replaced", "read"]
+)
+def test_who_uses_a_state_waits_for_the_write_of_the_last_one(tmp_path: Path, use: Any) -> None:
+    """Which would overwrite a new one."""
     found = []
-    for folder in (None, tmp_path):
+    for folder in (tmp_path, None):
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
         optimizer = AdamW(model.parameters(), lr=0.01)
         megacompile(model, device="cpu", lowering="eager", disk=folder, optimizer=optimizer)
         run(model, optimizer, 2)
-        with mock.patch.object(os, "pwritev", late):
+        values((model, optimizer))  # it is over
+        with standing() as go:
             run(model, optimizer, 3, first=2)
-            for state in optimizer.state.values():
-                state["exp_avg"] = torch.full(state["exp_avg"].shape, 0.5)
             loss = loss_of(model, 3)
-            with profiled(note):
+            with profiled(functools.partial(let_go, go)):
+                used = list(map(use, optimizer.state.values()))
                 loss.backward()
         optimizer.step()
-        found.append(values((model, optimizer)))
+        found.append(used + values((model, optimizer)))
     assert_same(*found)
 
 
@@ -381,15 +389,9 @@ def test_a_lost_forward_leaves_its_places_when_they_are_written(tmp_path: Path) 
     plain, _ = trained(None, 1)
     store: Any = inside.machine(model).saved_disk
     until(lambda: store.lent_bytes == 0)
-    go, real = threading.Event(), os.pwritev
-
-    def late(*args: Any) -> int:
-        go.wait(60)
-        return real(*args)
-
     for each in (plain, model):
         each.zero_grad()
-    with mock.patch.object(os, "pwritev", late):
+    with standing() as go:
         threading.Timer(0.2, go.set).start()
         lost = loss_of(model, 1)
         del lost

@@ -25,7 +25,9 @@ def words(kind: type[Language] = Language) -> Language:
 
 
 def made(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose steps are measured, and its optimizer."""
     model = mc.megacompile(words(), lowering="eager", device="cpu", **options)
+    assert mc.metrics(model).step_s is None  # this starts it
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -52,7 +54,6 @@ def evaluate(model: nn.Module) -> None:
 @pytest.mark.parametrize("calls", [1, 2])
 def test_rates_are_those_of_the_last_steps(calls: int) -> None:
     model, optimizer = made()
-    assert mc.metrics(model).step_s is None  # this starts it
     train(model, [optimizer], 25, calls)
     found = mc.metrics(model)
     assert found.steps == 20
@@ -80,7 +81,6 @@ def test_frozen_parameters_have_no_gradients_to_count() -> None:
 
 def test_steps_with_an_evaluation_are_left_out() -> None:
     model, optimizer = made()
-    mc.metrics(model)
     train(model, [optimizer], 6)
     evaluate(model)
     before = mc.metrics(model).steps
@@ -93,7 +93,6 @@ def test_steps_with_an_evaluation_are_left_out() -> None:
 def test_a_call_without_gradients_in_each_step_is_part_of_it() -> None:
     """A reference model that is the same one."""
     model, optimizer = made()
-    mc.metrics(model)
     for _ in range(6):
         evaluate(model)
         train(model, [optimizer], 1)
@@ -115,7 +114,6 @@ def test_two_optimizers_make_one_step() -> None:
 
 def test_waits_come_from_traced_steps_and_no_trace_of_the_user_is_replaced() -> None:
     model, optimizer = made()
-    mc.metrics(model)
     with mc.trace(model) as traced:
         train(model, [optimizer], 9)
     waits = mc.metrics(model).waits
@@ -149,7 +147,6 @@ def test_an_interrupt_leaves_no_trace_behind() -> None:
 def test_no_trace_goes_on_through_an_evaluation() -> None:
     """It would keep the times of each op of it, and slow down each call behind the last step."""
     model, optimizer = made()
-    mc.metrics(model)
     train(model, [optimizer], 4)
     assert inside.machine(model).tracer is not None
     for _ in range(201):
@@ -161,7 +158,6 @@ def test_no_trace_goes_on_through_an_evaluation() -> None:
 
 def test_memory_is_what_is_held_and_its_peak(tmp_path: Path) -> None:
     model, optimizer = made(disk=str(tmp_path), host_memory="200KiB")
-    mc.metrics(model)
     train(model, [optimizer], 3)
     memory = mc.metrics(model).memory
     assert set(memory) == {"host", "disk"}

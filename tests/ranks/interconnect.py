@@ -119,27 +119,29 @@ class Interconnect:
 class Mesh(DeviceMesh):
     """The ranks of an interconnect, as one of them sees them; torch has no process group."""
 
-    def __init__(self, rank: int, interconnect: Interconnect) -> None:
+    def __init__(self, rank: int, interconnect: Interconnect, *, replicas: int = 1) -> None:
         # of another name in each rank: DTensor keeps results by equal meshes
-        name = (f"as rank {rank} sees them",)
-        numbers = list(range(interconnect.count))
-        super().__init__("cpu", numbers, mesh_dim_names=name, _init_backend=False, _rank=rank)
-        self.place, self.interconnect = rank, interconnect
+        names: Any = (f"as rank {rank} sees them",)
+        numbers = torch.arange(interconnect.count)
+        if replicas > 1:
+            names, numbers = ("replicas", *names), numbers.view(replicas, -1)
+        super().__init__("cpu", numbers, mesh_dim_names=names, _init_backend=False, _rank=rank)
+        self.place, self.interconnect, self.replicas = rank, interconnect, replicas
 
     def get_rank(self) -> int:
         return self.place
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        del mesh_dim
-        return self.place
+        del mesh_dim  # that of the rows
+        return self.place % (self.interconnect.count // self.replicas)
 
     def ranks_on(self, device: torch.device) -> SimulatedRanks:
         """What the runtime takes for the ranks of this mesh."""
         agreement: Any = Agreement()
-        count = self.interconnect.count
-        agreement.ranks = tuple(range(count))
-        groups = (weakref.ref(self.interconnect),)
-        return SimulatedRanks(self, device, self.place, count, 1, groups, agreement)
+        agreement.ranks = tuple(range(self.interconnect.count))
+        groups = (weakref.ref(self.interconnect),) * self.ndim
+        rank, count = self.get_local_rank(), self.interconnect.count // self.replicas
+        return SimulatedRanks(self, device, rank, count, self.replicas, groups, agreement)
 
 
 class Agreement:
@@ -165,7 +167,7 @@ class SimulatedRanks(inside.SimulatedRanks):
 
     def gather(self, bucket: Bucket, whole: Tensor) -> None:
         """The real one; ranks must be in that of the same bucket."""
-        self.group.exchange(self.rank, f"a gather of {bucket.name}", None)
+        self.group.exchange(self.mesh.get_rank(), f"a gather of {bucket.name}", None)
         super().gather(bucket, whole)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -178,15 +180,19 @@ class SimulatedRanks(inside.SimulatedRanks):
         return nullcontext()
 
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
-        into, given = args
+        into, given = args[0], args[-1]
         op = options.get("op")
         what = collective.__name__, tuple(into.shape), tuple(given.shape), given.dtype, op
-        values = self.group.exchange(self.rank, what, given.clone())
+        values = self.group.exchange(self.mesh.get_rank(), what, given.clone())
+        first = self.mesh.get_rank() - self.rank
+        mine = values[first : first + self.count]
         if op is None:
-            into.copy_(torch.cat(values))
+            into.copy_(torch.cat(mine))
+        elif collective is dist.all_reduce:
+            into.copy_(total(values[self.rank :: self.count]))
         else:
             assert "reduce_scatter" in collective.__name__ and op is dist.ReduceOp.SUM, what
-            into.copy_(total(values).chunk(self.count)[self.rank])
+            into.copy_(total(mine).chunk(self.count)[self.rank])
 
 
 def local(value: Tensor) -> Tensor:

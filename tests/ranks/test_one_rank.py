@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW
 
-from megacompile import explain, full_parameters, megacompile, released, schedules
+from megacompile import (
+    accumulate,
+    explain,
+    full_parameters,
+    megacompile,
+    released,
+    schedules,
+    trace,
+)
 from megacompile.cli import main
+from megacompile.errors import OptimizerError
 from tests import inside, prove
 from tests.processes import group_of_one
 from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
@@ -146,6 +155,35 @@ def test_the_interconnect_meets_or_says_what_does_not_fit(seed: int) -> None:
     for names in ("ba", "a"):
         with pytest.raises(CollectiveError):
             meet(names, seed)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_replicas_sum_in_the_last_micro_batch(in_backward: bool) -> None:
+    """What is not summed before cannot be read; then it is the mean over all ranks."""
+    ranks, given = Interconnect(4), torch.randn(4, 2, 3, 4)
+    plain: Any = net()
+    sum(plain(x).square().mean() / 4 for x in given.flatten(0, 1)).backward()
+
+    def train(rank: int) -> None:
+        model: Any = net()
+        updates: Any = {"optimizer": AdamW(model.parameters())} if in_backward else {}
+        megacompile(model, mesh=Mesh(rank, ranks, replicas=2), device="cpu", **updates)
+        with trace(model) as recorded:
+            with accumulate(model):
+                model(given[rank, 0]).square().mean().backward()
+            for param in model.parameters():
+                with pytest.raises(OptimizerError):
+                    param.grad.to_local()
+            model(given[rank, 1]).square().mean().backward()
+        sums = [span.op.name[1:] for span in recorded.spans if "REDUCE" in span.op.name]
+        first, last = sums[: len(inside.buckets(model))], sums[len(inside.buckets(model)) :]
+        assert {*first} == {"REDUCE_SCATTER"}
+        assert sorted(last) == ["ALL_REDUCE"] * len(first) + first
+        for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+            if not in_backward:
+                torch.testing.assert_close(got.grad.to_local(), want.grad.chunk(2)[rank % 2])
+
+    ranks.run([functools.partial(train, rank) for rank in range(4)], seed=0)
 
 
 # What the states of a rank take.

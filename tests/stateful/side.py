@@ -603,7 +603,11 @@ class Side:
 
     def copied_model(self, by: str) -> list[Any]:
         """A copy is a plain model that trains on its own."""
-        other = copy.deepcopy(self.model) if by == "deepcopy" else twin_by_pickle(self.model)
+        other = (
+            copy.deepcopy(self.model)
+            if by == "deepcopy"
+            else pickle.loads(pickle.dumps(self.model))
+        )
         out, _ = other(inputs(3, 5))
         out.square().mean().backward()
         return [[p.detach().clone(), p.grad] for p in other.parameters()]
@@ -636,10 +640,6 @@ def raise_planted(*args: Any) -> Any:
 def inputs(rows: int, seed: int) -> Tensor:
     """(rows, WIDTH)."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def twin_by_pickle(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
 
 
 def copied(value: Any) -> Any:

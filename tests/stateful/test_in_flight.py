@@ -12,6 +12,7 @@ import copy
 import gc
 import io
 import itertools
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -43,6 +44,7 @@ from tests.zoo import (
 )
 
 LIBRARY: Any = torch  # its stubs do not know all of these
+MIDDLE = 5  # of the ops of a forward: it has still to read layers.2 and the head
 EXCHANGE = "__dlpack_c_exchange_api__"  # libraries that find it read memory without a call
 
 
@@ -173,6 +175,51 @@ def test_a_failed_update_is_said_until_a_checkpoint_is_loaded() -> None:
         assert_same(both.plain, both.model)
         assert not difference(both.mine.state_dict(), both.theirs.state_dict())
         both.load()
+
+
+def test_states_are_loaded_behind_the_update_that_fails() -> None:
+    """And then the parameters: what it has torn before is whole."""
+    both = Flying()
+    both.workers.fails = BUCKET
+    both.step()
+    for model, optimizer in both.both:
+        optimizer.load_state_dict(copy.deepcopy(both.saved[1]))
+        model.load_state_dict(both.saved[0])
+    both.workers.fails = ""
+    for model, optimizer in both.both:
+        train(model, [optimizer], 2, start=2)
+    assert_same(both.plain, both.model)
+
+
+def test_a_step_of_another_thread_waits_for_a_forward() -> None:
+    """Which would read some parameters of before the step, and others of behind it."""
+    both = Flying()
+    for model, optimizer in both.both:
+        optimizer.zero_grad()
+        gradients(model, both.steps)
+    waits, issued = threading.Event(), itertools.count()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_name == "hold":
+            waits.set()
+
+    def step_there() -> None:
+        with profiled(note):
+            both.theirs.step()
+        both.workers.finish()
+        waits.set()
+
+    def in_the_middle(stream: object) -> None:
+        if next(issued) == MIDDLE:
+            other.start()
+            assert waits.wait(100)
+
+    other = threading.Thread(target=step_there)
+    with torch.no_grad(), inside.before_each_op(both.model, in_the_middle):
+        assert equal(both.plain(**data(7)), both.model(**data(7)))
+        other.join()
+    both.mine.step()
+    assert_same(both.plain, both.model)
 
 
 def test_a_step_that_breaks_off_behind_its_count() -> None:

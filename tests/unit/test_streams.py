@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 
 from megacompile import accumulate, megacompile
@@ -343,7 +342,7 @@ def test_interrupts() -> None:
             x = torch.full((3,), float(k))
             sys.settrace(places)
             try:
-                found = replay(_doubled, [x])
+                found = replay(lambda inputs: [inputs[0] * 2], [x])
             except KeyboardInterrupt:
                 stopped = True
                 continue
@@ -352,10 +351,6 @@ def test_interrupts() -> None:
             assert found[0] is not None and found[0].equal(2 * x), places.stopped
         stopped = stopped or bool(places.stopped)
     assert place > 20
-
-
-def _doubled(inputs: list[Tensor]) -> list[Tensor]:
-    return [inputs[0] * 2]
 
 
 @pytest.mark.gpu

@@ -81,10 +81,6 @@ def entry(
     return Entry(name, Family.TORCH, build, call, **of_entry)
 
 
-def _pair() -> Call:
-    return {"src": floats(BATCH, LENGTH, WIDTH), "tgt": floats(BATCH, 6, WIDTH, seed=3)}
-
-
 def _sequence(name: str, *size: int) -> Callable[[], Call]:
     return lambda: {name: floats(*size)}
 
@@ -99,7 +95,7 @@ ENTRIES: list[Entry] = [
     entry(
         "nn.Transformer",
         lambda: nn.Transformer(WIDTH, 4, 2, 2, 48, batch_first=True),
-        _pair,
+        lambda: {"src": floats(BATCH, LENGTH, WIDTH), "tgt": floats(BATCH, 6, WIDTH, seed=3)},
         rounding=Rounding(1e-6, "in eval, the plain model takes torch's fused layer instead"),
     ),
     entry("nn.TransformerEncoder", _encoder, _sequence("src", BATCH, LENGTH, WIDTH)),

@@ -268,10 +268,6 @@ def _wave() -> Call:
     return {"input_values": floats(BATCH, 400), "labels": ids(BATCH, 5, below=32)}
 
 
-def _spectrum() -> Call:
-    return {"input_values": floats(BATCH, 32, 16), "labels": torch.tensor([0, 1])}
-
-
 TRANSPOSED = "attention drops elements of a tensor that is transposed in eager code"
 CTC = (
     "transformers branches on the labels, sets `requires_grad` in the forward, and selects labels "
@@ -295,7 +291,7 @@ AUDIO: list[Entry] = [
         "audio-spectrogram-transformer",
         "SIZES num_hidden_layers=2 max_length=32 num_mel_bins=16 patch_size=8 "
         "frequency_stride=8 time_stride=8",
-        _spectrum,
+        lambda: {"input_values": floats(BATCH, 32, 16), "labels": torch.tensor([0, 1])},
     ),
 ]
 

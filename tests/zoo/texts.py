@@ -142,10 +142,6 @@ def _texts() -> Call:
     return {"input_ids": ids(), "labels": ids(BATCH, 6, seed=3)}
 
 
-def _sound() -> Call:
-    return {"input_features": floats(BATCH, 8, 32), "labels": ids(BATCH, 6, seed=3)}
-
-
 def texts(kind: str, config: str, **of_entry: Any) -> list[Entry]:
     head = "AutoModelForSeq2SeqLM"
     return of_transformers(Family.SEQ2SEQ, head, kind, config, _texts, **of_entry)
@@ -184,7 +180,7 @@ SEQ2SEQ: list[Entry] = [
         "AutoModelForSpeechSeq2Seq",
         "whisper",
         "BART num_mel_bins=8 max_source_positions=16 max_target_positions=16",
-        _sound,
+        lambda: {"input_features": floats(BATCH, 8, 32), "labels": ids(BATCH, 6, seed=3)},
     ),
 ]
 
