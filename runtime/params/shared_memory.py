@@ -144,9 +144,7 @@ def are_parts(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     of a parameter's own size (`p.data = backup`) does not count: loops that set it in each step
     (SAM, LocalSGD) no longer use the larger tensor."""
     found = [param for param in params if _has_memory(param)]
-    sizes = [param.numel() * param.dtype.itemsize for param in found]
-    parts = zip(found, sizes, strict=True)
-    return with_aliases(p for p, size in parts if p.untyped_storage().nbytes() > size)
+    return with_aliases(p for p in found if p.untyped_storage().nbytes() > p.nbytes)
 
 
 def _has_memory(param: nn.Parameter) -> bool:
