@@ -248,13 +248,10 @@ def _is_coherent(fd: int, direct: int, place: Place) -> bool:
     """True if direct I/O reads values written through a mapping, and the reverse."""
     size = place.size_bytes
     with mmap.mmap(fd, size, offset=place.at) as shared, mmap.mmap(-1, size) as memory:
-        for value in range(1, 4):
-            shared[:] = bytes([value]) * size
-            os.preadv(direct, [memory], place.at)
-            if memory[:] != shared[:]:
-                return False
-            memory[:] = bytes([value + 100]) * size
-            os.pwritev(direct, [memory], place.at)
+        ways = (shared, os.preadv), (memory, os.pwritev)
+        for value, (source, call) in enumerate(ways * 3, 1):
+            source[:] = bytes([value]) * size
+            call(direct, [memory], place.at)
             if memory[:] != shared[:]:
                 return False
     return True
