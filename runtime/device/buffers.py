@@ -195,7 +195,6 @@ class DeviceBuffer:
 
     def bytes(self, size_bytes: int) -> torch.Tensor:
         """Return nothing: device buckets are not copied as a whole."""
-        del size_bytes
         return torch.empty(0, dtype=torch.uint8)
 
 

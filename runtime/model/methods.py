@@ -55,7 +55,6 @@ class OwnCompile(Replacement):
     name = "compile"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
         notices.warn_once(
             "compile()",
             f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "

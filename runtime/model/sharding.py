@@ -109,7 +109,6 @@ def divide_loaded(
 ) -> None:
     """Take this rank's rows of whole tensors before a module's `load_state_dict()`. No
     communication: each rank has loaded all of them."""
-    del others
     for name, param in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if compat.is_sharded(param) and isinstance(value, torch.Tensor):

@@ -264,7 +264,6 @@ class StreamedModel:
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: adds a captured graph."""
-        del examples
         compat.put_inputs_first(module)
         self._methods.find()
         return _weakly(self.captures.add(module).__call__)

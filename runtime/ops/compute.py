@@ -55,7 +55,6 @@ class ComputeOps(OpGroup):
     """The ops of `megacompile.ir.ops.stage_ops` that compute."""
 
     def save_rng(self, stage: Stage) -> Handle:
-        del stage
         return self._issue(Stream.COMPUTE, (), lambda: random_state(self.machine.device))
 
     def snapshot(self, tensor: Handle) -> Handle:

@@ -298,7 +298,6 @@ class StreamingOps(OpGroup):
         return Handle(lease, Stream.READ, host=lease)
 
     def offload_saved(self, stage: Stage, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
-        del stage
         pool, queue = self.machine.activations, self.machine.streams.copies(Stream.D2H)
         return self._issue(Stream.D2H, (value, *after), lambda: OnHost.of(pool, value.value, queue))
 
@@ -325,11 +324,9 @@ class StreamingOps(OpGroup):
         return self.machine.streams.hand(Stream.READ, tuple(handles(after)), begin)
 
     def alloc_saved(self, stage: Stage, on_host: Handle) -> Handle:
-        del stage
         return self._issue(Stream.COMPUTE, (), lambda: empty(on_host.value.meta))
 
     def fetch_saved(self, stage: Stage, on_host: Handle, buffer: Handle) -> Handle:
-        del stage
         queue = self.machine.streams.copies(Stream.H2D)
         return self._issue(
             Stream.H2D, (buffer, on_host), lambda: on_host.value.copy_to(buffer.value, queue)

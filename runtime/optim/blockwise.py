@@ -162,7 +162,6 @@ class BlockwiseTensor(torch.Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        del tensor_contents
         return f"{type(self).__name__}({self.plain()!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -205,7 +204,6 @@ class BlockwiseTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        del types
         of = BlockwiseTensor
         return compat.call_with(func, args, kwargs or {}, of, of.plain, of.store)
 

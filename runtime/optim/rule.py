@@ -102,7 +102,6 @@ class OwnStep(KnownOptimizer):
     takes_dtensors: bool  # True if torch.optim's step is correct for sharded parameters
 
     def has_states(self, group: Group) -> bool:
-        del group
         return True
 
 

@@ -54,7 +54,6 @@ from megacompile.runtime.optim.twin import TorchLanguage as tl
 
 
 def _adam_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
-    del first
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     weight_decay = float(group["weight_decay"])
@@ -126,7 +125,6 @@ USUAL = {  # the options of a parameter group of torch.optim.AdamW
 
 
 def _sgd_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
-    del step
     return (
         float(group["weight_decay"]),  # l2
         -float(group["lr"]),
@@ -162,7 +160,6 @@ SGD = OptimizerRule(
 
 
 def _lion_scalars(group: Group, step: float, first: bool) -> tuple[float, ...]:
-    del step, first
     lr = float(group["lr"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     decay = 1 - lr * float(group["weight_decay"])  # the parameter's factor

@@ -170,7 +170,6 @@ class InBackward:
 
     def sources(self, host: HostBucket, trained: Sequence[int] = ()) -> Sources:
         """The states of the updated parameters, in host memory."""
-        del trained
         lease = None if self.staging is None else self.staging.states.of(host)
         found = {i: step.in_order() for i, step in self.running[host.layout.key].items()}
         if lease is None:

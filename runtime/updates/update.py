@@ -381,7 +381,6 @@ Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): runs work and
 
 
 def untimed(lane: str, work: Callable[[], None]) -> None:
-    del lane
     work()
 
 
