@@ -37,13 +37,11 @@ _FLAG = "_is_hf_initialized"  # marks tensors and modules that transformers does
 
 def pretrained(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The outermost `PreTrainedModel`s in a model, with their names."""
-    inside = ""
+    inside: tuple[str, ...] = ()  # the prefix of the names in the last one
     for name, module in model.named_modules():
-        if is_pretrained(module) and not (inside and name.startswith(inside)):
-            inside = f"{name}." if name else ""
+        if not name.startswith(inside) and is_pretrained(module):
+            inside = (f"{name}." if name else "",)
             yield name, module
-            if not name:
-                return
 
 
 def is_pretrained(module: nn.Module) -> bool:
