@@ -17,6 +17,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ STAGED_BYTES = 4 * 2**20  # the same, for a conversion, which needs memory of it
 THREADS = 16  # maximum; more would contend for page faults
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads entries in the background, in the order of the calls.
 
     Use it as a context manager. On exit all reads have ended, so their memory may be freed."""
@@ -218,9 +219,6 @@ class Reader:
         self._done = done  # called from any thread with the number of bytes read
         self._computing = ThreadPoolExecutor(1, "megacompile-convert")
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
-
-    def __enter__(self) -> Reader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._computing.shutdown(wait=False, cancel_futures=True)
