@@ -146,8 +146,7 @@ class Gradients:
                 found.finish()
 
             # a failing call drops `finish` without calling it
-            dropped = weakref.finalize(finish, _give_up, self.passes, number, found)
-            dropped.atexit = False
+            weakref.finalize(finish, _give_up, self.passes, number, found).atexit = False
             compat.when_backward_ends(finish)
         return self.passes[number]
 
