@@ -32,8 +32,8 @@ class EagerNotice:
         self._params: set[int] = set()  # ids of the parameters to report
         self._said: set[str] = set()  # reported causes
         self._uncaptured = compat.uncaptured()  # graph breaks until the last call ended
-        self._asked = False  # True in a call that is deliberately not captured
-        self._recorded = False  # True if that call computes gradients
+        # in a call that is deliberately not captured: True if it computes gradients
+        self._asked: bool | None = None
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
@@ -49,12 +49,11 @@ class EagerNotice:
     def asked_for(self) -> Iterator[None]:
         """Suppress warnings in a call that is deliberately not captured. Without gradients, uses
         are not recorded either, because no backward follows."""
-        before = self._asked, self._recorded
-        self._asked, self._recorded = True, torch.is_grad_enabled()
+        before, self._asked = self._asked, torch.is_grad_enabled()
         try:
             yield
         finally:
-            self._asked, self._recorded = before
+            self._asked = before
 
     def forget(self) -> None:
         """Discard the uses of a call that raised."""
@@ -67,10 +66,10 @@ class EagerNotice:
             link.links = self._links
             self._links.add(link)
         self.read.add(id(param))
-        if self._asked and not (self._recorded or torch.is_grad_enabled()):
+        if self._asked is False and not torch.is_grad_enabled():
             return
         self.ever.add(id(param))
-        if self._asked or compat.backward_id() != -1:  # reported by its forward
+        if self._asked is not None or compat.backward_id() != -1:  # reported by its forward
             return
         if self._said and compat.uncaptured() == self._uncaptured:
             return
