@@ -89,10 +89,10 @@ class KnownOptimizer:
         self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
     ) -> Iterable[tuple[str, Sequence[int]]]:
         """The required names and shapes in a parameter's state, unless the state is empty."""
-        late = {m.name for m in self.moments if m.late}
-        for name in self.state_names(group):
-            if name not in late or state.get(name) is not None:
-                yield name, shape
+        for m in self.moments:
+            is_on = m.option is None or group[m.option]
+            if is_on and not (m.late and state.get(m.name) is None):
+                yield m.name, shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
