@@ -198,10 +198,8 @@ class DeviceSlots:
 
     def keeps(self, slots: Sequence[Slot]) -> bool:
         """True if `require` would replace no buffer, so that their contents stay."""
-        for slot, buffer in zip(slots, self.buffers, strict=False):
-            if slot.size_bytes > buffer.numel():
-                return False
-        return True
+        pairs = zip(slots, self.buffers, strict=False)
+        return all(slot.size_bytes <= buffer.numel() for slot, buffer in pairs)
 
     def require(self, slots: Sequence[Slot]) -> None:
         """Allocate `slots` as needed, and free later ones that were for buckets that stay. Buffers

@@ -302,10 +302,8 @@ class Program:
 
     def holds(self, values: Sequence[int | float]) -> bool:
         """True if all of its code is valid for these values of the captured graph's symbols."""
-        for fakes, positions in self._fakes.items():
-            if not fakes.holds(*map(values.__getitem__, positions)):
-                return False
-        return True
+        each = self._fakes.items()
+        return all(fakes.holds(*map(values.__getitem__, at)) for fakes, at in each)
 
     def broken(self, values: Sequence[int | float]) -> str:
         """The relation that these values violate, and the code that requires it; "" if all hold."""
