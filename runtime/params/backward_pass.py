@@ -187,7 +187,7 @@ class BackwardPass:
     buckets: Mapping[int, HostBucket]
     ranks: Ranks | None
     records: defaultdict[ParamId, GradientRecord] = field(
-        default_factory=lambda: defaultdict(GradientRecord)
+        default_factory=partial(defaultdict, GradientRecord)
     )
     norms: dict[int, Norms] = field(default_factory=dict)  # by bucket
     # by bucket: copies to the host
