@@ -174,7 +174,7 @@ def lay_channels_last(joint: fx.GraphModule) -> fx.GraphModule:
         return joint
     try:
         return _Layout(joint).made()
-    except _LayoutIsFixed:
+    except (_LayoutIsFixed, NotComputedError):
         return joint
 
 
@@ -220,10 +220,7 @@ class _Layout:
 
     def _follow(self, new: fx.Node) -> None:
         """Recompute the value of a node whose inputs have another layout."""
-        try:
-            new.meta["val"] = computed(new)
-        except NotComputedError as error:
-            raise _LayoutIsFixed from error
+        new.meta["val"] = computed(new)
         self.other.add(new)
 
     def _result(self, source: fx.Node, user: fx.Node) -> fx.Node:
