@@ -246,9 +246,7 @@ class Updates:
 
     def _choose(self, parts: Sequence[BucketUpdate]) -> list[tuple[Executor, _ByKey]]:
         """The executors of these parts, in order: each part goes to the first that can run it."""
-        waiting: dict[int, BucketUpdate] = {}
-        for part in parts:
-            waiting[part.bucket.layout.key] = part
+        waiting = {part.bucket.layout.key: part for part in parts}
         chosen: list[tuple[Executor, _ByKey]] = []
         for reference in self.machine.trained:
             executor = reference()
