@@ -246,8 +246,7 @@ class HostBucket:
         """Adopt gradients of a resident bucket, by index: without a copy if their storage is not
         shared, otherwise as copies."""
         dtype, values, strides = self.grad_dtype, self.values, self._strides
-        copies: list[torch.Tensor] = []
-        copied: list[torch.Tensor] = []
+        copied: dict[int, torch.Tensor] = {}
         for i, gradient in gradients.items():
             if (
                 gradient.dtype == (dtype or values[i].dtype)
@@ -256,10 +255,9 @@ class HostBucket:
             ):
                 self.grads[i] = gradient.detach()  # one more reference, so other holders copy it
             else:
-                copies.append(self.make_grad(i))
-                copied.append(gradient)
-        if copies:
-            compat.FOREACH_COPY(copies, copied)
+                copied[i] = gradient
+        if copied:
+            compat.FOREACH_COPY(list(map(self.make_grad, copied)), list(copied.values()))
 
     def grad_dtypes(self) -> dict[int, torch.dtype]:
         """The dtypes of the trained parameters' gradients, by index."""
