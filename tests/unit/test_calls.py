@@ -37,6 +37,7 @@ def test_overlaps_are_those_of_what_is_changed() -> None:
     assert overlaps([x, x[1:2], x[3:]], frozenset({2}), []) == ((0, 1, 2),), "within the first"
     assert overlaps(args, frozenset(), []) == ()
     assert overlaps(args, frozenset({3}), []) == ((3, 1),)
+    assert overlaps([x[::3], x[3:]], frozenset({1}), []) == ((0, 1),), "the last element"
 
 
 AMBIENT = Ambient.current(torch.device("cpu"))
