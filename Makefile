@@ -152,6 +152,7 @@ bench: peers
 	$(PY) -m benchmarks.precision
 	$(PY) -m benchmarks.head
 	$(PY) -m benchmarks.predict
+	$(PY) -m benchmarks.workloads
 
 # 7 settings, 12 systems, 2 processes of each. The plot comes beside the JSON, the page after it.
 peers: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""Qwen2.5 of any size over a 4-bit base of bitsandbytes, built without its weights in full.
+"""Qwen2.5 of any size, and others, over a 4-bit base of bitsandbytes, built without full weights.
 
 One random layer of each shape is quantized, and its packed bytes are copied to all others of that
 shape: what is measured does not look at the values. The model is made on `meta` and filled layer by
@@ -8,7 +8,7 @@ layer, so that building takes no more memory than the model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,26 +57,43 @@ def qwen2_nf4(shape: Shape, *, device: str, double_quant: bool = True) -> nn.Mod
     )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    patterns: dict[tuple[int, int], Any] = {}
-    for parent, name, layer in list(_linear_layers(model.model.layers)):
-        setattr(parent, name, _packed(layer, patterns, device, double_quant))
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            if param.device.type == "meta":
-                setattr(module, name, nn.Parameter(_random(param, device), requires_grad=False))
+    pack(model, model.model.layers, device, double_quant=double_quant)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(device)
-    model.requires_grad_(False)
     result: nn.Module = model.train()
     return result
 
 
-def with_lora(model: nn.Module, rank: int = 16) -> nn.Module:
-    """The model with LoRA on all linear layers of its layers, in bf16, as PEFT makes it."""
+def pack(model: nn.Module, layers: nn.Module, device: str, *, double_quant: bool = True) -> None:
+    """Give a model on `meta` frozen values on `device`: the linear layers and the experts of
+    `layers` in NF4, the rest as it is."""
+    patterns: dict[tuple[int, ...], Any] = {}
+    for parent, name, layer in list(_linear_layers(layers)):
+        setattr(parent, name, _packed(layer, patterns, device, double_quant))
+    for module in list(layers.modules()):
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            _pack_experts(module, patterns, device)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.device.type == "meta":
+                setattr(module, name, nn.Parameter(_random(param, device), requires_grad=False))
+    model.requires_grad_(False)
+
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def with_lora(
+    model: nn.Module,
+    rank: int = 16,
+    *,
+    targets: Sequence[str] = LINEAR,
+    task: str | None = "CAUSAL_LM",
+) -> nn.Module:
+    """The model with LoRA in bf16, as PEFT makes it: on all linear layers of its layers."""
     from peft import LoraConfig, get_peft_model
 
-    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    config = LoraConfig(r=rank, target_modules=projections, task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, target_modules=list(targets), task_type=task)
     made: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(0)  # the same numbers on every device
     for name, param in made.named_parameters():
@@ -94,25 +111,15 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linea
                 yield parent, name, child
 
 
-def _packed(layer: nn.Linear, patterns: dict[Any, Any], device: str, double_quant: bool) -> Any:
+def _packed(
+    layer: nn.Linear, patterns: dict[tuple[int, ...], Any], device: str, double_quant: bool
+) -> Any:
     """A Linear4bit in the place of a layer on `meta`, with a copy of its shape's pattern."""
-    from bitsandbytes import functional
     from bitsandbytes import nn as bnb
 
     shape = (layer.out_features, layer.in_features)
     if shape not in patterns:
-        maker = "cuda" if torch.cuda.is_available() else "cpu"
-        generator = torch.Generator().manual_seed(shape[0] + shape[1])
-        weight = torch.randn(shape[1], generator=generator).to(maker, torch.bfloat16) * 0.02
-        shifts = torch.arange(shape[0], device=maker)[:, None] * 7919  # of the row, in each row
-        columns = torch.arange(shape[1], device=maker)[None]
-        weight = weight[(shifts + columns * (1 + shifts % 13)) % shape[1]]
-        data, state = functional.quantize_4bit(
-            weight, compress_statistics=double_quant, quant_type="nf4"
-        )
-        state.to(device)
-        patterns[shape] = data.to(device), state
-    data, state = patterns[shape]
+        patterns[shape] = _pattern(*shape, device, double_quant)
     with torch.device("meta"):
         made = bnb.Linear4bit(
             layer.in_features,
@@ -122,21 +129,72 @@ def _packed(layer: nn.Linear, patterns: dict[Any, Any], device: str, double_quan
             compress_statistics=double_quant,
             quant_type="nf4",
         )
+    made.weight = _parameter(*patterns[shape], module=made)
+    made.quant_state = made.weight.quant_state
+    if made.bias is not None:
+        made.bias = nn.Parameter(layer.bias.detach().to(torch.bfloat16), requires_grad=False)
+    return made
+
+
+def _pack_experts(experts: nn.Module, patterns: dict[tuple[int, ...], Any], device: str) -> None:
+    """Put the stacked weights of experts into NF4; all experts are equal. A use of a weight gives
+    it in full, as with `bitsandbytes.nn.parametrize`."""
+    from bitsandbytes import functional
+
+    def dense(name: str) -> property:
+        def value(module: Any) -> torch.Tensor:
+            weight = getattr(module, name)
+            made: torch.Tensor = functional.dequantize_4bit(weight, weight.quant_state)
+            return made
+
+        return property(value)
+
+    properties = {}
+    for name in ("gate_up_proj", "down_proj"):
+        shape = tuple(getattr(experts, name).shape)
+        if shape not in patterns:
+            data, state = _pattern(shape[1], shape[2], device, double_quant=False)
+            state.shape, state.absmax = torch.Size(shape), state.absmax.repeat(shape[0])
+            patterns[shape] = data.repeat(shape[0], 1), state
+        delattr(experts, name)
+        setattr(experts, f"{name}_nf4", _parameter(*patterns[shape], module=experts))
+        properties[name] = dense(f"{name}_nf4")
+    cls = type(experts)
+    experts.__class__ = type(f"{cls.__name__}NF4", (cls,), properties)
+
+
+def _pattern(rows: int, columns: int, device: str, double_quant: bool) -> tuple[Any, Any]:
+    """The packed data of random numbers (rows, columns), and their state."""
+    from bitsandbytes import functional
+
+    maker = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(rows + columns)
+    weight = torch.randn(columns, generator=generator).to(maker, torch.bfloat16) * 0.02
+    shifts = torch.arange(rows, device=maker)[:, None] * 7919  # of the row, in each row
+    places = torch.arange(columns, device=maker)[None]
+    weight = weight[(shifts + places * (1 + shifts % 13)) % columns]
+    data, state = functional.quantize_4bit(
+        weight, compress_statistics=double_quant, quant_type="nf4"
+    )
+    state.to(device)
+    return data.to(device), state
+
+
+def _parameter(data: torch.Tensor, state: Any, *, module: nn.Module) -> Any:
+    """A parameter with copies of packed data and of their state."""
+    from bitsandbytes import nn as bnb
+
     state = copy.deepcopy(state)
-    made.weight = bnb.Params4bit(
+    return bnb.Params4bit(
         data.clone(),
         requires_grad=False,
         quant_state=state,
         blocksize=state.blocksize,
-        compress_statistics=double_quant,
+        compress_statistics=state.nested,
         quant_type="nf4",
         bnb_quantized=True,
-        module=made,
+        module=module,
     )
-    made.quant_state = state
-    if made.bias is not None:
-        made.bias = nn.Parameter(layer.bias.detach().to(torch.bfloat16), requires_grad=False)
-    return made
 
 
 def _random(like: torch.Tensor, device: str) -> torch.Tensor:

@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -41,6 +39,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import child
 from benchmarks.models import Loss
 from benchmarks.nf4 import Shape, qwen2_nf4, with_lora
 from benchmarks.process_memory import status_bytes
@@ -49,21 +48,21 @@ from benchmarks.report import publish
 CASES = ("resident", "streamed", "compiled", "eager")
 TINY = Shape(layers=3, hidden=256, intermediate=512, heads=4, kv_heads=2, vocabulary=1024)
 PCIE_GB_S, MATMUL_TFLOP_S = 50.0, 700.0  # what an H200 reaches
-_ROW = "ROW "
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     """Run and print; gives the table's rows."""
     args = _arguments(argv)
     if args.inside:
-        print(_ROW + json.dumps(measure(args.inside, args)), flush=True)
+        child.tell(measure(args.inside, args))
         return []
     shape = _shape(args)
     for line in floor(shape, args.batch * args.length):
         print(line, flush=True)
     rows = []
     for case in args.case or CASES:
-        rows.append({"case": case, **_in_a_process(case, args, argv)})
+        inside = [*(sys.argv[1:] if argv is None else argv), "--inside", case]
+        rows.append({"case": case, **child.run(case, "benchmarks.qlora", inside, args.limit)})
         print(rows[-1], flush=True)
     _compare(rows)
     publish("QLoRA, streamed and resident", rows, args.out)
@@ -112,40 +111,6 @@ def floor(shape: Shape, tokens: int) -> list[str]:
         f"floor of the streamed step: copies {copies:.2f} s at {PCIE_GB_S:g} GB/s, "
         f"products {flops / MATMUL_TFLOP_S / 1e12:.2f} s at {MATMUL_TFLOP_S:g} TFLOP/s",
     ]
-
-
-def _in_a_process(
-    case: str, args: argparse.Namespace, argv: Sequence[str] | None
-) -> dict[str, object]:
-    given = list(sys.argv[1:] if argv is None else argv)
-    command = [sys.executable, "-u", "-m", "benchmarks.qlora", *given, "--inside", case]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    row: dict[str, object] = {"failed": "no result"}
-    end = time.monotonic() + args.limit
-    assert process.stdout is not None
-    timer = _killed_at(process, end)
-    try:
-        for line in process.stdout:
-            if line.startswith(_ROW):
-                row = json.loads(line[len(_ROW) :])
-            else:
-                print(f"[{case}] {line}", end="", flush=True)
-    finally:
-        timer.cancel()
-        process.wait()
-    if "failed" in row:
-        late = time.monotonic() >= end
-        row["failed"] = f"after {args.limit:g} s" if late else f"exit status {process.returncode}"
-    return row
-
-
-def _killed_at(process: subprocess.Popen[str], end: float) -> Any:
-    import threading
-
-    timer = threading.Timer(max(0.0, end - time.monotonic()), process.kill)
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, object]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import train_lm
 
-from benchmarks import bottlenecks
+from benchmarks import bottlenecks, workloads
 from benchmarks.peers import page
 from benchmarks.peers.__main__ import main
 from tests.sources import ROOT
@@ -164,3 +164,16 @@ def test_what_is_staged_is_what_is_predicted() -> None:
     """Of the situation that takes a moment to build; `--predict` shows all four."""
     (row,) = bottlenecks.main(["--predict", "--only", "activations offloaded"])
     assert (row["staged"], row["explain"], row["right"]) == ("d2h", "d2h", "yes")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "case", [name for name in workloads.CASES if name[-2:] not in ("16", "24")]
+)
+def test_a_workload_has_the_losses_of_the_plain_loop(case: str) -> None:
+    """The shapes that people train, made tiny; one case of each, whatever the memory."""
+    (row,) = workloads.main(["--tiny", "--device", "cpu", "--steps", "3", "--case", case])
+    if "skipped" in str(row["s a step"]):
+        pytest.skip(str(row["s a step"]))
+    assert row["late captures"] == 0
+    assert float(str(row["losses apart"])) < (1e-2 if workloads.CASES[case].in_backward else 1e-3)
