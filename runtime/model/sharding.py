@@ -49,7 +49,11 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
     differ = [tensor for tensor, *each in zip(tensors, *sums, strict=True) if len(set(each)) > 1]
     ranks.send_first(differ, f"values of {type(model).__name__}")
     made: dict[int, nn.Parameter] = {}
-    for param in model.parameters():
+    holders = compat.holders(compat.modules_of(model), "parameters")
+    # not `model.parameters()`, which a class may limit to those that it trains
+    for param in (p for holder in holders for p in holder.values() if p is not None):
+        if id(param) in made:
+            continue
         first, shape = ranks.rows(tuple(param.shape))
         if param.is_meta:
             part = torch.empty(shape, dtype=param.dtype)
@@ -58,7 +62,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
         made[id(param)] = compat.sharded_parameter(
             part, ranks.mesh, ranks.placements, param.shape, requires_grad=param.requires_grad
         )
-    for holder in compat.holders(model.modules(), "parameters"):
+    for holder in holders:
         holder.update({name: made[id(p)] for name, p in holder.items() if p is not None})
     for optimizer in optimizers:
         _replace_params(optimizer, made)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from megacompile import (
@@ -82,6 +83,25 @@ def test_states_from_before_are_divided(mesh: DeviceMesh) -> None:
             .state[want]["exp_avg"]
             .equal(optimizers[1].state[got]["exp_avg"].full_tensor())
         )
+
+
+class Adapted(nn.Sequential):
+    """A model whose `parameters()` are only those that it trains."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (param for param in super().parameters(recurse) if param.requires_grad)
+
+
+def test_parameters_that_a_model_does_not_list_are_divided(mesh: DeviceMesh) -> None:
+    plain, model = (Adapted(*net()) for _ in range(2))
+    for each in (plain, model):
+        each[0].requires_grad_(False)
+    megacompile(model, mesh=mesh, device="cpu")
+    assert torch.equal(step(model), step(plain))
+    assert all(isinstance(param, DTensor) for _, param in model.named_parameters())
+    gradient = model[2].weight.grad
+    assert isinstance(gradient, DTensor)
+    assert torch.equal(gradient.full_tensor(), plain[2].weight.grad)
 
 
 def test_other_names_of_a_part_are_noticed(mesh: DeviceMesh) -> None:
