@@ -71,7 +71,7 @@ CASES = {
 # The batches before the late ones: the second size is captured as a symbol, and then meets the
 # largest one.
 _WARM = (0, 1, 0, 2, 3, 4)
-_MOST_WAITING = 40  # steps more until code that is compiled in the background is there
+_PATIENCE_S = 120.0  # until code that is compiled in the background is there
 _REPEATED = 4
 _LATE = 100  # the number of the first late batch
 
@@ -274,10 +274,12 @@ def _measured(run: Training, args: argparse.Namespace, before: int) -> dict[str,
     if not run.plain:
         wait_until_compiled()
         waiting = streamed_model(run.model, "benchmarks").buckets.plans.compiler.pipeline
-        for k in range(len(_WARM), len(_WARM) + _MOST_WAITING):
-            if not waiting.to_come:
-                break
-            taken([k])
+        end = time.monotonic() + _PATIENCE_S
+        while waiting.to_come and time.monotonic() < end:
+            if waiting.to_come.is_ready():
+                taken([len(_WARM)])  # a step loads some of it
+            else:
+                time.sleep(0.5)
     gc.collect()
     run.wait()
     if args.device == "cuda":
