@@ -1,8 +1,6 @@
 """Calls of a streamed model and of modules in it, that nobody listed: forms, other weights.
-
 Captured or not, they train as in the plain model, in every bit. Of what is called alone, all is
-streamed, or it is said.
-"""
+streamed, or it is said."""
 
 from __future__ import annotations
 
@@ -234,20 +232,11 @@ def test_torch_compile_changes_nothing(around: str) -> None:
     assert schedules(model), "and it is still streamed"
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {}
-
-
-def unusual(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    MODULES[make.__name__.removeprefix("_")] = make
-    return make
-
-
 def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-@unusual
-def _odd_parameters() -> nn.Module:
+def odd_parameters() -> nn.Module:
     """Complex, integer, boolean, scalar and empty ones."""
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -266,8 +255,7 @@ def _odd_parameters() -> nn.Module:
     )
 
 
-@unusual
-def _writes_through_views() -> nn.Module:
+def writes_through_views() -> nn.Module:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def write(m: Any) -> None:
@@ -285,8 +273,7 @@ def _writes_through_views() -> nn.Module:
     return Applies(run, layer=linear(), last=torch.zeros(WIDTH))
 
 
-@unusual
-def _forces() -> nn.Module:
+def forces() -> nn.Module:
     """A gradient inside of the forward, also where the caller has it off."""
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -299,10 +286,10 @@ def _forces() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:megacompile")  # some are not captured, and say so
-@pytest.mark.parametrize("name", MODULES)
-def test_unusual_modules(name: str) -> None:
+@pytest.mark.parametrize("make", [odd_parameters, writes_through_views, forces])
+def test_unusual_modules(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    models = twins(MODULES[name]())
+    models = twins(make())
     x = torch.randn(2, 5, WIDTH)
 
     def steps(model: Any) -> Any:

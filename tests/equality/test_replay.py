@@ -33,11 +33,7 @@ class Emulated:
         self.shared: list[list[Tensor]] = []  # results of graphs that share memory, by capture
 
     def capture(
-        self,
-        code: Any,
-        inputs: list[Tensor],
-        *,
-        leaves: bool,
+        self, code: Any, inputs: list[Tensor], *, leaves: bool
     ) -> tuple[Callable[[], None], list[Any]]:
         if self.fails is not None:
             raise self.fails
@@ -252,19 +248,9 @@ def other_sizes(net: Any, optimizer: Any, batch: list[Tensor]) -> list[Tensor]:
 
 
 LOOPS = [
-    usual,
-    accumulates,
-    two_forwards,
-    two_forwards_in_the_end,
-    keeps_the_graph,
-    holds_gradients,
-    fills_gradients_with_zeros,
-    clips,
-    evaluates_before_the_backward,
-    leaves_memory_out,
-    replaces_a_parameter,
-    changes_an_output,
-    other_sizes,
+    *(usual, accumulates, two_forwards, two_forwards_in_the_end, keeps_the_graph, holds_gradients),
+    *(fills_gradients_with_zeros, clips, evaluates_before_the_backward, leaves_memory_out),
+    *(replaces_a_parameter, changes_an_output, other_sizes),
 ]
 
 

@@ -22,7 +22,7 @@ from megacompile.ir.tensors import tensors_bytes
 from tests import inside
 from tests.capturing import Net
 from tests.equality.nets import Applies
-from tests.zoo import assert_same, batch, batchnorm, step, twins
+from tests.zoo import Tower, assert_same, batch, batchnorm, step, twins
 
 X = torch.linspace(-1, 1, 64 * 4).view(64, 4)
 
@@ -101,29 +101,22 @@ def test_stages_share_a_template_where_nothing_changes_the_numbers() -> None:
         assert one is same and one is not other, what
 
 
-class Wide(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.up = nn.Linear(4, 16)
-        self.mid = nn.Linear(16, 16)
-        self.down = nn.Linear(16, 4)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(self.norm(x)))
-        hidden = F.dropout(torch.sigmoid(self.mid(hidden)), self.dropout)
-        return x + self.down(hidden)
-
-
 def autocast(net: Net, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return net.chain(x).float()
 
 
 def wide(function: Any = Net.chain, dropout: float = 0.0) -> Net:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = F.dropout(torch.sigmoid(m.mid(torch.tanh(m.up(m.norm(x))))), dropout)
+        return x + m.down(hidden)
+
+    def layer() -> Applies:
+        ends = {"up": nn.Linear(4, 16), "down": nn.Linear(16, 4)}
+        return Applies(forward, norm=nn.LayerNorm(4), mid=nn.Linear(16, 16), **ends)
+
     net = Net(function)
-    net.layers = nn.ModuleList(Wide(dropout) for _ in range(3))
+    net.layers = nn.ModuleList(layer() for _ in range(3))
     return net
 
 
@@ -165,18 +158,10 @@ def test_what_is_never_saved_or_drawn_again(activations: str) -> None:
 LABEL = re.compile(r"(\d[\d.]*)?[A-Z_]+(@\d+)?")
 
 
-class Layers(nn.Module):
-    """Four layers of one template, and the mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x: Tensor, mean: bool = True) -> Tensor:
-        for layer in self.layers:
-            x = torch.sigmoid(layer(x))
-        return x.mean() if mean else x
+def layers() -> Tower:
+    """Four layers of one template, and the mean of the squares."""
+    torch.manual_seed(0)
+    return Tower((nn.Linear(16, 16) for _ in range(4)), lambda layer, x: torch.sigmoid(layer(x)))
 
 
 INPUTS = {"x": batch()["x"]}
@@ -186,7 +171,7 @@ def test_a_traceback_shows_the_line_of_the_schedule() -> None:
     def fail(inputs: Any) -> Any:
         raise ValueError("in the stage")
 
-    _, model = twins(Layers())
+    _, model = twins(layers())
     step(model, INPUTS)
     (schedule,) = schedules(model)
     codes = schedule.stages[1].traced.code  # stages 1 and 2 share it
@@ -202,7 +187,7 @@ def test_a_traceback_shows_the_line_of_the_schedule() -> None:
         codes[code] = real
         frames = traceback.extract_tb(caught.value.__traceback__)
         (frame,) = [frame for frame in frames if frame.name == f"run_{graph}"]
-        assert frame.filename.startswith(f"<megacompile Layers {graph} ")
+        assert frame.filename.startswith(f"<megacompile Tower {graph} ")
         assert frame.line is not None and frame.line.startswith(line)
         assert re.search(rf"# compute +{label}\b", frame.line), "with its stream and printed name"
         assert frame.line in str(schedule)
@@ -243,7 +228,7 @@ def fetched(model: nn.Module, run: Callable[[], object]) -> int:
 
 def test_a_backward_takes_what_its_forward_left_in_the_slots() -> None:
     """Three buckets, unless a run in between, of whatever kind, has used them."""
-    _, model = twins(Layers())
+    _, model = twins(layers())
     x = [batch(i)["x"] for i in range(3)]
     loss = model(x[0])
     with torch.no_grad():
@@ -256,8 +241,9 @@ def test_a_backward_takes_what_its_forward_left_in_the_slots() -> None:
 
 
 def test_a_gradient_gets_the_looks_it_was_traced_with() -> None:
-    plain, model = twins(Layers())
+    chain = (nn.Sequential(layer, nn.Sigmoid()) for layer in layers().layers)
+    plain, model = twins(nn.Sequential(*chain))
     for given in (torch.ones(()).expand(4, 16), torch.arange(64.0).reshape(16, 4).t()):
         for each in (plain, model):
-            each(**INPUTS, mean=False).backward(given)
+            each(INPUTS["x"]).backward(given)
         assert_same(plain, model)

@@ -17,6 +17,7 @@ from megacompile import megacompile, schedules
 from megacompile.errors import DeviceMemoryError
 from tests import inside
 from tests.device_bytes import cublas_bytes, device_bytes
+from tests.training import losses_of
 from tests.zoo import Tower
 
 pytestmark = pytest.mark.gpu
@@ -51,15 +52,12 @@ def wide() -> Tower:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for i in steps:
-        torch.manual_seed(i)
-        loss = model(torch.randn(4096, 512, device="cuda"))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def given() -> Iterator[dict[str, torch.Tensor]]:
+        for i in steps:
+            torch.manual_seed(i)  # for dropout, too
+            yield {"x": torch.randn(4096, 512, device="cuda")}
+
+    return losses_of(model, optimizer, given())
 
 
 def test_a_cap_that_is_a_twentieth_too_small() -> None:

@@ -1,9 +1,7 @@
 """Quantized bases of torchao and bitsandbytes, and PEFT's adapters over them: the plain model's
-losses, gradients and parameters. Packages that are not there are skipped.
-
-docs/recipes.md has the table. Where PEFT or the base's package refuses the plain model, the
-streamed one is refused with the same words. The mechanism alone: tests/equality.
-"""
+losses, gradients and parameters. Packages that are not there are skipped. docs/recipes.md has the
+table. Where PEFT or the base's package refuses the plain model, the streamed one is refused with
+the same words. The mechanism alone: tests/equality."""
 
 from __future__ import annotations
 
@@ -50,12 +48,12 @@ def torchao_nf4() -> Quantize:
     return quantize
 
 
-def bnb_4bit(**options: Any) -> Quantize:
-    bnb = pytest.importorskip("bitsandbytes").nn
+def bnb(kind: str, **options: Any) -> Quantize:
+    module = getattr(pytest.importorskip("bitsandbytes").nn, kind)
 
     def quantize(layer: nn.Linear) -> nn.Linear:
         bias = layer.bias is not None
-        made = bnb.Linear4bit(layer.in_features, layer.out_features, bias=bias, **options)
+        made = module(layer.in_features, layer.out_features, bias=bias, **options)
         made.load_state_dict(layer.state_dict())
         if made.bias is not None:  # bitsandbytes would cast it in the forward, which is refused
             made.bias.data = made.bias.data.to(layer.weight.dtype)
@@ -64,17 +62,8 @@ def bnb_4bit(**options: Any) -> Quantize:
     return quantize
 
 
-def bnb_8bit() -> Quantize:
-    bnb = pytest.importorskip("bitsandbytes").nn
-
-    def quantize(layer: nn.Linear) -> nn.Linear:
-        made = bnb.Linear8bitLt(
-            layer.in_features, layer.out_features, bias=False, has_fp16_weights=False
-        )
-        made.load_state_dict(layer.state_dict())
-        return made.to("cpu")
-
-    return quantize
+def bnb_4bit(**options: Any) -> Quantize:
+    return bnb("Linear4bit", **options)
 
 
 KINDS: dict[str, Make] = {
@@ -85,7 +74,7 @@ KINDS: dict[str, Make] = {
     "bitsandbytes nf4": lambda: bnb_4bit(quant_type="nf4", compress_statistics=False),
     "bitsandbytes nf4, nested": lambda: bnb_4bit(quant_type="nf4", compress_statistics=True),
     "bitsandbytes fp4": lambda: bnb_4bit(quant_type="fp4", compress_statistics=True),
-    "bitsandbytes int8": bnb_8bit,
+    "bitsandbytes int8": lambda: bnb("Linear8bitLt", has_fp16_weights=False),
 }
 
 
@@ -117,11 +106,11 @@ def test_training_is_equal_in_every_bit(kind: str) -> None:
 
 def test_a_4_bit_product_is_one_node_for_dynamo() -> None:
     """Dynamo would capture forward and backward of bitsandbytes' function at each of its uses."""
-    bnb = pytest.importorskip("bitsandbytes")
-    theirs = bnb.matmul_4bit
+    package = pytest.importorskip("bitsandbytes")
+    theirs = package.matmul_4bit
     streamed = megacompile(model("bitsandbytes nf4, nested"), lowering="eager")
     streamed(IDS).backward()
-    assert bnb.matmul_4bit is theirs
+    assert package.matmul_4bit is theirs
     graph = inside.graphs(streamed)[-1].module.graph
     assert len([n for n in graph.nodes if "matmul_4bit" in str(n.target)]) == 6
     assert not [n for n in graph.nodes if "autograd_function" in str(n.target)]
