@@ -68,7 +68,7 @@ def by_name(function: _F) -> _F:
 
 def did_you_mean(value: Any, names: Sequence[str]) -> str:
     """ "; did you mean keep?", or "" if no name is close."""
-    close = difflib.get_close_matches(str(value), names, n=1)
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -229,8 +229,8 @@ OPTIONS: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] =
      "did you mean offload?"),
     (on_cpu, {"gpu_memroy": "24GiB"}, OptionError,
      "there is no option gpu_memroy=; did you mean gpu_memory?"),
-    (on_cpu, {"modal": 1}, OptionError,
-     "there is no option modal=; needed one of device, gpu_memory, {}, detect_anomaly"),
+    (on_cpu, {"fullgraph": True}, OptionError,
+     "there is no option fullgraph=; needed one of device, gpu_memory, {}, detect_anomaly"),
     (on_cpu, {"optimizer": torch.optim.AdamW}, OptionError,
      "got optimizer=the class AdamW (create it: AdamW(model.parameters())); needed one that can "
      "update in the backward: {}"),
