@@ -105,6 +105,11 @@ class Scenario:
         return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
 
     @property
+    def needed(self) -> tuple[int, int]:
+        """Bytes on the device at its peak, and on the host."""
+        return self.device.peak.total_bytes, sum(self.host().values())
+
+    @property
     def pageable_s(self) -> float:
         """Seconds that pageable memory, beyond the system's known limit of page-locked memory, adds
         to a step of this plan. If everything could be locked, another plan might be faster."""
@@ -207,7 +212,7 @@ def _again(
     host_bytes: int | None = None,
 ) -> Change:
     """The effect of planning with other options, or with larger budgets, in which the current plan
-    still fits; or the reason why nothing fits."""
+    may be the fastest if it fits; or the reason why nothing fits."""
     other = compiler.other(
         options,
         hardware=replace(now.hardware, host_bytes=host_bytes or now.hardware.host_bytes),
@@ -224,7 +229,9 @@ def _again(
         return Change(name, note="does not fit: " + str(error).splitlines()[0])
     optimizer = other.setting.cost(states=now.optimizer.states)
     found = replace(now, schedules=schedules, optimizer=optimizer)
-    if device_bytes or host_bytes:
+    room = device_bytes or now.device_bytes, host_bytes or now.host_bytes
+    if all(size <= (most or size) for size, most in zip(now.needed, room, strict=True)) and (
+        device_bytes or host_bytes
+    ):
         found = min(now, found, key=lambda each: each.step_s)
-    needed = found.device.peak.total_bytes, sum(found.host().values())
-    return Change(name, now.step_s / found.step_s - 1, found.step_s, *needed)
+    return Change(name, now.step_s / found.step_s - 1, found.step_s, *found.needed)

@@ -52,8 +52,7 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     active = numel(model) - experts * 6 // 8
-    limits = ("--gpu-memory", "8MiB", "--host-memory", "1GiB")
-    found = answer(capsys, folder, *SMALL, *limits)
+    found = answer(capsys, folder, *SMALL, "--gpu-memory", "8MiB", "--host-memory", "1GiB")
     plan = found["plan"]
     assert plan["parameters"] == numel(model) and found["active_parameters"] == active
     assert found["fits"] and plan["device"]["needed_bytes"] <= 8 * MIB
@@ -66,7 +65,7 @@ def test_the_figures_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = printed(capsys, folder, *SMALL, "--changes")
     total, of_token = (f"{count / 1000:.3g} K" for count in (numel(model), active))
     for words in ("MixtralForCausalLM", "RTX 4090", "2 x 16 tokens", "TFLOP/s by 6NT",
-                  "what would help", "8-bit optimizer states", "python -m megacompile hardware",
+                  "what would help", "8-bit optimizer states", "with --gpu this",
                   f"{total} parameters ({of_token} active a token)"):  # fmt: skip
         assert words in out, words
     assert max(map(len, out.splitlines()[1:])) <= 100
@@ -199,9 +198,7 @@ def test_a_slower_link_makes_a_step_longer(capsys: pytest.CaptureFixture[str]) -
     copies = {stream["stream"]: stream["predicted_s"] for stream in slow["streams"]}
     assert copies["h2d"] >= 0.8 * 4 * numel(Words()) / 0.1e9
     ranks = (WORDS, *SMALL, "--gpus", "2", "--gpu-memory", "900KiB", "--link", "1")
-    one, other = (
-        answer(capsys, *ranks, *options)["plan"] for options in ((), ("--interconnect", "0.01"))
-    )
+    one, other = (answer(capsys, *ranks, *x)["plan"] for x in ((), ("--interconnect", "0.01")))
     assert one["step_s"] < other["step_s"]
 
 
@@ -213,6 +210,9 @@ def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> N
     assert needed > 2 * MIB and short["page_locked"]["needed_bytes"] == needed
     assert short["page_locked"]["available_bytes"] == MIB and short["page_locked"]["fits"] is False
     assert enough["step_s"] < short["step_s"] < none["step_s"]
+    short = answer(capsys, WORDS, *SMALL, *TIGHT, "--host-memory", "1590KiB", "--changes", code=1)
+    needed = {change["name"]: change["host_bytes"] for change in short["plan"]["changes"]}
+    assert 0 < needed["twice the host memory"] <= 2 * 1590 * 1024, "of a plan that fits it"
     assert short["pageable_s"] == pytest.approx(short["step_s"] - enough["step_s"])
     assert enough["page_locked"]["fits"] is True and enough["pageable_s"] == 0.0
 
