@@ -145,7 +145,7 @@ def _bench(parser: _Parser) -> None:
     modes = ("planned", "streamed", "backward", "plain", "torch.compile")
     models = ("7.6B", "3.1B", "1.5B", "0.5B")
     _add_device(parser)
-    parser.add_count("--minutes", 10, "begin no case after")
+    parser.add_count("--minutes", 10, "begin no case after N minutes")
     add("--modes", choices=modes, metavar="MODE", help=f"{', '.join(modes)}; default: all")
     help = f"{', '.join(models)}: the first that fits; default: these"
     add("--models", choices=(*models, "tiny"), metavar="MODEL", help=help)

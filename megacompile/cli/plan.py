@@ -254,6 +254,9 @@ def _text(
         if explained.host.fits is None:
             needed = format_bytes(explained.host.needed_bytes)
             verdict += f" on the device; the host needs {needed} (set --host-memory to check)"
+    rates = " with this machine's measured rates"
+    if args.gpu != "this":
+        rates = "; nothing was measured\n(with --gpu this, your machine is measured, once)"
     return "\n".join(
         [
             f"{target.name}: {size}, {' and '.join(dtypes)}",
@@ -268,8 +271,7 @@ def _text(
                 [("the plan", list(explained.reasons)), *explanation.change_sections(explained)]
             ),
             "",
-            f"planned in {found['planning_s']:.0f} s; nothing was measured",
-            "(--gpu names the machine; for this one: python -m megacompile hardware, --gpu this)",
+            f"planned in {found['planning_s']:.0f} s{rates}",
         ]
     )
 
