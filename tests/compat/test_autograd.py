@@ -1,5 +1,7 @@
 """What compat takes for granted of autograd, modules, optimizers, tensors, operators and devices.
-And of torch.distributed: what several processes see, and how long their groups wait."""
+
+And of torch.distributed: what several processes see, and how long their groups wait.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """What compat takes for granted of Dynamo, of Inductor's caches, and of graphs for other processes.
+
 Containers, as Dynamo traces them, beside plain Python; and the caches of the allocator. The package
 states the versions of torch. These tests ask torch itself, so they fail where a new version does
-something else: `make matrix` runs them on all."""
+something else: `make matrix` runs them on all.
+"""
 
 from __future__ import annotations
 

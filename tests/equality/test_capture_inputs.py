@@ -1,5 +1,7 @@
-"""What a forward does to its inputs and buffers: changed in place, shared, or hooked. And what a
-model gives: odd outputs, and those that are changed in place."""
+"""What a forward does to its inputs and buffers: changed in place, shared, or hooked.
+
+And what a model gives: odd outputs, and those that are changed in place.
+"""
 
 from __future__ import annotations
 

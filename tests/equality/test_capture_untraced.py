@@ -309,7 +309,11 @@ class Row:
 
 ROWS: dict[str, Row] = {
     "dropout rates": Row(annealed, lambda: [(rows(6), p) for p in (0.1, 0.2)], 2),
-    "strides": Row(of_pictures, lambda: [(rows(144).view(1, 8, 12, 12),)] * 2, 1),
+    "strides": Row(
+        of_pictures,
+        lambda: [(rows(144).view(1, 8, 12, 12),)] * 2,
+        1,
+    ),
     "vmap": Row(
         lambda: Applies(mapping, layers=nn.ModuleList(weighted() for _ in range(4))),
         lambda: [(rows(2),)] * 2,

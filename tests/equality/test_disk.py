@@ -1,5 +1,7 @@
-"""What lies on a disk: faults in the middle of a step, limits, bytes, and who else looks at it. The
-numbers of loops with states, parameters and saved tensors on a disk: test_table.py."""
+"""What lies on a disk: faults in the middle of a step, limits, bytes, and who else looks at it.
+
+The numbers of loops with states, parameters and saved tensors on a disk: test_table.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O"),
 ]
 
-MODES: dict[str, dict[str, Any]] = {"exact": {}, "in the backward": {"optimizer": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "in the backward": {"optimizer": True},
+}
 WEIGHTS: dict[str, Any] = {"disk_weights": True}
 SAVED: dict[str, Any] = {"disk_saved": True, "activations": "offload"}
 Trained = tuple[Any, Any]

@@ -1,7 +1,9 @@
 """Other dtypes against loops by hand: masters, gradients, states, stochastic rounding, checkpoints;
-float16 with a GradScaler, for cards without bfloat16. And packed parameters, which train in the
-plain model's bits, and are what they were to who looks. That each is the same wherever its buckets,
-states and saved tensors are: test_table.py."""
+float16 with a GradScaler, for cards without bfloat16.
+And packed parameters, which train in the plain model's bits, and are what they were to who looks.
+
+That each is the same wherever its buckets, states and saved tensors are: test_table.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Calls that are not captured, in `megacompile.eager(model)`, and what is resident for them. Where
-there is room, what uncaptured code reads lives on the device: then nothing is fetched."""
+"""Calls that are not captured, in `megacompile.eager(model)`, and what is resident for them.
+
+Where there is room, what uncaptured code reads lives on the device: then nothing is fetched.
+"""
 
 from __future__ import annotations
 

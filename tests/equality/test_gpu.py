@@ -1,5 +1,7 @@
-"""What only a GPU can show: pinned memory, races between streams, peak memory, side streams. The
-same loops on the CPU, on an adversarial device: test_table.py."""
+"""What only a GPU can show: pinned memory, races between streams, peak memory, side streams.
+
+The same loops on the CPU, on an adversarial device: test_table.py.
+"""
 
 from __future__ import annotations
 

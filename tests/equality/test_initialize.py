@@ -1,5 +1,7 @@
-"""Models on meta: schedules as of the model in memory, and the numbers of its own code. They get
-the numbers that their own code would draw, or are refused."""
+"""Models on meta: schedules as of the model in memory, and the numbers of its own code.
+
+They get the numbers that their own code would draw, or are refused.
+"""
 
 from __future__ import annotations
 

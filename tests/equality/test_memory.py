@@ -1,5 +1,7 @@
 """What a step holds: saved tensors on the device and the host, host memory made ahead, slots.
-Forwards without a backward follow one another: what stays in slots is not fetched again."""
+
+Forwards without a backward follow one another: what stays in slots is not fetched again.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Buckets that live on the device: which, when they move, and what a step does with them. They move
-before anything runs, where a call can begin again. The numbers of loops over residents:
-test_table.py."""
+"""Buckets that live on the device: which, when they move, and what a step does with them. They
+move before anything runs, where a call can begin again.
+
+The numbers of loops over residents: test_table.py.
+"""
 
 from __future__ import annotations
 

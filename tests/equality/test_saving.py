@@ -1,5 +1,7 @@
-"""`save()`: what is in the folder, and what is there when it is killed or the disk is full. Headers
-and indices that are damaged: each is a `CheckpointError` that names the file."""
+"""`save()`: what is in the folder, and what is there when it is killed or the disk is full.
+
+Headers and indices that are damaged: each is a `CheckpointError` that names the file.
+"""
 
 from __future__ import annotations
 

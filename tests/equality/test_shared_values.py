@@ -1,7 +1,9 @@
-"""What a backward needs in memory that others have too, and what it changes in place itself. Each
-case trains the plain model and the streamed one. A tensor is changed between forward and backward:
-where autograd refuses, so must we; where it does not, gradients are equal. Or a hook or a function
-of autograd changes it in the backward: that runs in eager mode."""
+"""What a backward needs in memory that others have too, and what it changes in place itself.
+
+Each case trains the plain model and the streamed one. A tensor is changed between forward and
+backward: where autograd refuses, so must we; where it does not, gradients are equal. Or a hook or a
+function of autograd changes it in the backward: that runs in eager mode.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, RMSprop
 
 from megacompile import full_parameters, megacompile, released, unmegacompile
-from megacompile.errors import DeviceMemoryError, ModelError, OptimizerError, OptionError
+from megacompile.errors import (
+    DeviceMemoryError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+)
 from tests import inside
 from tests.interrupts import traced
 from tests.messages.said import assert_says

@@ -1,5 +1,7 @@
-"""Every message about models, options, memory and what comes between a forward and its backward. A
-row: how to provoke it, the class of the error, its text. What varies in a text is `{}`."""
+"""Every message about models, options, memory and what comes between a forward and its backward.
+
+A row: how to provoke it, the class of the error, its text. What varies in a text is `{}`.
+"""
 
 from __future__ import annotations
 

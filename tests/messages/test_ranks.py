@@ -20,7 +20,12 @@ from torch.optim import Adafactor, AdamW
 
 from megacompile import Explanation, explain, megacompile
 from megacompile.cli import main
-from megacompile.errors import MegacompileError, ModelError, OptimizerError, OptionError
+from megacompile.errors import (
+    MegacompileError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+)
 from tests import quantized
 from tests.configs import CONFIG
 from tests.messages.said import assert_says, heard

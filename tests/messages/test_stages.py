@@ -1,5 +1,7 @@
-"""What a plan says of heads, masks and tiles, of models that are only shapes. And errors about
-schedules."""
+"""What a plan says of heads, masks and tiles, of models that are only shapes.
+
+And errors about schedules.
+"""
 
 from __future__ import annotations
 
@@ -95,27 +97,43 @@ def autocast(x: Any, w: Any, ids: Any) -> Any:
 WHOLE: list[tuple[str, Loss]] = [
     ("the logits (logits) are returned to the caller; return the loss", returned),
     ("the logits (logits) are also used by argmax", accuracy),
-    ("its logits come through mul (mul)",
-     lambda x, w, ids: flat(torch.tanh(F.linear(x, w) / 30) * 30, ids)),
-    ("cross_entropy has reduction='none', size_average or reduce",
-     lambda x, w, ids: flat(F.linear(x, w), ids, reduction="none").mean()),
-    ("the targets are f32[18, 40], not i64[18] class indices",
-     lambda x, w, ids: F.cross_entropy(F.linear(x, w).flatten(0, 1), torch.ones(18, CLASSES))),
-    ("its logits come through getitem (getitem)",
-     lambda x, w, ids: flat(F.linear(x, w)[..., :30], ids)),
+    (
+        "its logits come through mul (mul)",
+        lambda x, w, ids: flat(torch.tanh(F.linear(x, w) / 30) * 30, ids),
+    ),
+    (
+        "cross_entropy has reduction='none', size_average or reduce",
+        lambda x, w, ids: flat(F.linear(x, w), ids, reduction="none").mean(),
+    ),
+    (
+        "the targets are f32[18, 40], not i64[18] class indices",
+        lambda x, w, ids: F.cross_entropy(F.linear(x, w).flatten(0, 1), torch.ones(18, CLASSES)),
+    ),
+    (
+        "its logits come through getitem (getitem)",
+        lambda x, w, ids: flat(F.linear(x, w)[..., :30], ids),
+    ),
     ("its logits come through getitem (getitem)", gathered),
-    ("its logits come through view (view)",
-     lambda x, w, ids: F.cross_entropy(F.linear(x, w).view(-1, 20), ids.view(-1).repeat(2))),
-    ("the second dimension of [2, 9, 40] is not that of the classes",
-     lambda x, w, ids: F.cross_entropy(F.linear(x, w), torch.zeros(ROWS, CLASSES).long())),
-    ("its logits come through to (to)",
-     lambda x, w, ids: flat(F.linear(x, w).to(torch.bfloat16), ids)),
+    (
+        "its logits come through view (view)",
+        lambda x, w, ids: F.cross_entropy(F.linear(x, w).view(-1, 20), ids.view(-1).repeat(2)),
+    ),
+    (
+        "the second dimension of [2, 9, 40] is not that of the classes",
+        lambda x, w, ids: F.cross_entropy(F.linear(x, w), torch.zeros(ROWS, CLASSES).long()),
+    ),
+    (
+        "its logits come through to (to)",
+        lambda x, w, ids: flat(F.linear(x, w).to(torch.bfloat16), ids),
+    ),
     ("add_ changes its input, weight, grad mode or autocast in between", input_changes),
     ("_set_grad_enabled changes its input, weight, grad mode or autocast in between", grad_mode),
     ("_exit_autocast changes its input, weight, grad mode or autocast in between", autocast),
-    ("cross_entropy has reduction='mean', size_average or reduce",
-     lambda x, w, ids: flat(F.linear(x, w), ids, size_average=False)),
-]  # fmt: skip
+    (
+        "cross_entropy has reduction='mean', size_average or reduce",
+        lambda x, w, ids: flat(F.linear(x, w), ids, size_average=False),
+    ),
+]
 
 
 @pytest.mark.filterwarnings("ignore:megacompile", "ignore:size_average")

@@ -1,7 +1,9 @@
 """What passes make of captured graphs: what is saved, waits on the host, runs again, is merged.
+
 Chains of stages are tested without a capture (`tests/unit/test_passes.py`); here are values that
 several stages take, buffers that change in place, and the code of templates. Models that fit, whose
-short stages run as one, train as the plain model does."""
+short stages run as one, train as the plain model does.
+"""
 
 from __future__ import annotations
 

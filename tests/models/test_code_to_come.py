@@ -1,7 +1,9 @@
-"""Training goes on while code is compiled: stages run their ATen graphs until it is there. A script
-stands in for the process that compiles, and what Inductor gives is the ATen graph. Below are real
-processes: an update that they compile is taken over between two steps, stages are found with
-Inductor as it is, and what one run has compiled another one finds."""
+"""Training goes on while code is compiled: stages run their ATen graphs until it is there.
+
+A script stands in for the process that compiles, and what Inductor gives is the ATen graph. Below
+are real processes: an update that they compile is taken over between two steps, stages are found
+with Inductor as it is, and what one run has compiled another one finds.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The examples: with and without the one line they have the same losses. The demo resumes. Those
-whose packages are not there are skipped."""
+"""The examples: with and without the one line they have the same losses. The demo resumes.
+
+Those whose packages are not there are skipped.
+"""
 
 from __future__ import annotations
 

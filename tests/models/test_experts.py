@@ -1,6 +1,8 @@
-"""Experts: their product in every bit, the gradients of those that nobody chose; `sdpa`. What
-experts cost, tests/models/test_plan_command.py says. Attention of transformers by `sdpa` is equal
-in every bit on the CPU, whatever mask is given."""
+"""Experts: their product in every bit, the gradients of those that nobody chose; `sdpa`.
+
+What experts cost, tests/models/test_plan_command.py says. Attention of transformers by `sdpa` is
+equal in every bit on the CPU, whatever mask is given.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Training with torchao's float8 layers; skipped where torchao is not installed. What makes equal
-layers share their code is tested without torchao, too."""
+"""Training with torchao's float8 layers; skipped where torchao is not installed.
+
+What makes equal layers share their code is tested without torchao, too.
+"""
 
 from __future__ import annotations
 

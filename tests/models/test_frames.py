@@ -1,6 +1,9 @@
 """Programs of frames with every kind of part, a few cases of budgets, and that the draws see what
-they are to see. `python -m tests.frames` and `python -m tests.budgets` do more. Planted faults
-stand in for `megacompile()` in the first."""
+they are to see.
+
+`python -m tests.frames` and `python -m tests.budgets` do more. Planted faults stand in for
+`megacompile()` in the first.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Loops that people write, over models of libraries: few captures, and the plain model's losses.
+
 The loops are those of `python -m benchmarks.loops`, with tiny models. Lengths change from step to
-step, the last batch of an epoch is smaller, calls in eval mode come between the steps."""
+step, the last batch of an epoch is smaller, calls in eval mode come between the steps.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Models of other libraries, as they are: the same numbers as plain. docs/zoo.md has all of them.
-`make zoo` compares every model; here is a part of them, of torch and transformers alone."""
+
+`make zoo` compares every model; here is a part of them, of torch and transformers alone.
+"""
 
 from __future__ import annotations
 

@@ -290,5 +290,9 @@ TWO: dict[str, Check] = {
     "save() that fails": saves_that_fail,
     "one rank saves": one_saves,
 }
-MORE: dict[str, Check] = {**{f"checkpoints, {states}": checkpointed(states) for states in STATES}}
-FOUR: dict[str, Check] = {"save(), 2 x 2": lambda here: saves(here.pairs)}
+MORE: dict[str, Check] = {
+    **{f"checkpoints, {states}": checkpointed(states) for states in STATES},
+}
+FOUR: dict[str, Check] = {
+    "save(), 2 x 2": lambda here: saves(here.pairs),
+}

@@ -1,6 +1,8 @@
-"""A DistributedDataParallel around what ranks share: what is refused, and what it answers. In
-several processes: `passes_through` of `tests.ranks.wrapped`, and `test_torchrun.py`. And where a
-DistributedDataParallel or a DataParallel could not work: without a GPU, and on one."""
+"""A DistributedDataParallel around what ranks share: what is refused, and what it answers.
+
+In several processes: `passes_through` of `tests.ranks.wrapped`, and `test_torchrun.py`. And
+where a DistributedDataParallel or a DataParallel could not work: without a GPU, and on one.
+"""
 
 from __future__ import annotations
 

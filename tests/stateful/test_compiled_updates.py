@@ -1,6 +1,8 @@
-"""Loops around updates that Inductor compiles: by the host, by the device, and resident. Equal to
-the plain loop but for rounding. What loops do to gradients and memory is drawn in
-`test_training.py`, with compiled updates too."""
+"""Loops around updates that Inductor compiles: by the host, by the device, and resident.
+
+Equal to the plain loop but for rounding. What loops do to gradients and memory is drawn in
+`test_training.py`, with compiled updates too.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the user does with a streamed model between calls: edits, modules, copies, hooks. The same
-is done to a megacompiled model and to a plain one, and every bit is compared. Writes, checkpoints
-and gradients of a model that stays as it is are drawn in `test_training.py`."""
+"""What the user does with a streamed model between calls: edits, modules, copies, hooks.
+
+The same is done to a megacompiled model and to a plain one, and every bit is compared. Writes,
+checkpoints and gradients of a model that stays as it is are drawn in `test_training.py`.
+"""
 
 from __future__ import annotations
 

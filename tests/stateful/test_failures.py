@@ -1,6 +1,8 @@
-"""Errors in a step: the next one works with the right numbers, or says why it cannot. A step that
-failed is repeated from `zero_grad()`, as in plain PyTorch: `test_training.py` draws where ops,
-hooks and steps fail."""
+"""Errors in a step: the next one works with the right numbers, or says why it cannot.
+
+A step that failed is repeated from `zero_grad()`, as in plain PyTorch: `test_training.py` draws
+where ops, hooks and steps fail.
+"""
 
 from __future__ import annotations
 

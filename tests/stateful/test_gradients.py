@@ -1,6 +1,8 @@
-"""`p.grad`: whose memory it is, who adds to it when, and which hooks see it. Each case is run by
-the plain model and by the megacompiled one, bit by bit. What loops do to gradients between
-backwards is drawn in `test_training.py`."""
+"""`p.grad`: whose memory it is, who adds to it when, and which hooks see it.
+
+Each case is run by the plain model and by the megacompiled one, bit by bit. What loops do to
+gradients between backwards is drawn in `test_training.py`.
+"""
 
 from __future__ import annotations
 

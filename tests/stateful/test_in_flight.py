@@ -1,7 +1,9 @@
-"""`optimizer.step()` returns before its updates are made; whoever looks waits for them. The updates
-are late: they are made when somebody waits. That each read and each other name of memory waits, and
-sees what the plain model has, is drawn in `test_training.py`; here is who waits for what, and what
-fails."""
+"""`optimizer.step()` returns before its updates are made; whoever looks waits for them.
+
+The updates are late: they are made when somebody waits. That each read and each other name of
+memory waits, and sees what the plain model has, is drawn in `test_training.py`; here is who waits
+for what, and what fails.
+"""
 
 from __future__ import annotations
 

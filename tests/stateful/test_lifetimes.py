@@ -1,7 +1,9 @@
 """Who has parameters and memory, and for how long: models that share parameters or are gone, memory
-that is lent, parameters for an engine, and models that become plain again. That training goes on
-behind `released()` and `unmegacompile()`, and behind Ctrl-C anywhere in them, is drawn in
-`test_training.py` too."""
+that is lent, parameters for an engine, and models that become plain again.
+
+That training goes on behind `released()` and `unmegacompile()`, and behind Ctrl-C anywhere in them,
+is drawn in `test_training.py` too.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What is around a megacompiled model: default devices, threads, tracers, kernels, odd dtypes. Each
-gives what the plain model gives, or an error that says what to do."""
+"""What is around a megacompiled model: default devices, threads, tracers, kernels, odd dtypes.
+
+Each gives what the plain model gives, or an error that says what to do.
+"""
 
 from __future__ import annotations
 

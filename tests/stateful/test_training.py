@@ -1,7 +1,9 @@
-"""A state machine of what a training loop may do; a plain model does the same and is compared. What
-the user sees of each action must be equal in every bit, and it raises where the plain one does. To
-look waits for updates in flight, so the whole state is compared where the machine draws it, and at
-the end."""
+"""A state machine of what a training loop may do; a plain model does the same and is compared.
+
+What the user sees of each action must be equal in every bit, and it raises where the plain one
+does. To look waits for updates in flight, so the whole state is compared where the machine draws
+it, and at the end.
+"""
 
 from __future__ import annotations
 

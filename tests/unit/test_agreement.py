@@ -1,7 +1,9 @@
-"""What ranks agree on, and who is to blame: ranks of one process, in threads. Graphs: with
-processes that are killed, stopped and interrupted, `tests/ranks/test_torchrun.py`. Rates of GPUs
-that they measure, and of disks: with two processes, and who is slow, `tests/ranks/refusals.py` and
-`tests/messages/test_ranks.py`."""
+"""What ranks agree on, and who is to blame: ranks of one process, in threads.
+
+Graphs: with processes that are killed, stopped and interrupted, `tests/ranks/test_torchrun.py`.
+Rates of GPUs that they measure, and of disks: with two processes, and who is slow,
+`tests/ranks/refusals.py` and `tests/messages/test_ranks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Memory of slots and of the host: it grows, is lent, is locked, gets its pages and values. What
-users do to parameters in host buckets: tests/frames, tests/equality/test_dtypes.py."""
+"""Memory of slots and of the host: it grows, is lent, is locked, gets its pages and values.
+
+What users do to parameters in host buckets: tests/frames, tests/equality/test_dtypes.py.
+"""
 
 from __future__ import annotations
 

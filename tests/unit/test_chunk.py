@@ -1,5 +1,8 @@
-"""`chunk_head`: which heads it computes in chunks, for sizes that are fixed and that change. And
-the operator of such a head. Which it leaves as they are, and why: tests/messages/test_stages.py."""
+"""`chunk_head`: which heads it computes in chunks, for sizes that are fixed and that change.
+
+And the operator of such a head. Which it leaves as they are, and why:
+tests/messages/test_stages.py.
+"""
 
 from __future__ import annotations
 

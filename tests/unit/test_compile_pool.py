@@ -1,6 +1,8 @@
-"""Processes that compile stages and updates: this one goes on whatever they do. Scripts stand in
-for them; tests/models/test_code_to_come.py has a real one. Until the C++ of an update is compiled,
-torch makes it."""
+"""Processes that compile stages and updates: this one goes on whatever they do.
+
+Scripts stand in for them; tests/models/test_code_to_come.py has a real one. Until the C++ of an
+update is compiled, torch makes it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Kernels of ATen graphs: their bytes, memory and time, against counts by hand. And device and host
-memory of schedules, against a replay that knows only values and sizes."""
+"""Kernels of ATen graphs: their bytes, memory and time, against counts by hand.
+
+And device and host memory of schedules, against a replay that knows only values and sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Code for Inductor: floats that change, and images with their channels last. And the code of a
-stage: constants that are equal; passes take time in proportion to the layers of a model."""
+"""Code for Inductor: floats that change, and images with their channels last.
+
+And the code of a stage: constants that are equal; passes take time
+in proportion to the layers of a model.
+"""
 
 from __future__ import annotations
 

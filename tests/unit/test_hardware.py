@@ -1,6 +1,8 @@
-"""Machines: given by name, changed, measured once and kept in a file; memory of the host. How much
-memory there is, what fits, what a model holds; and settings of the process, which has one CUDA
-allocator and one garbage collector."""
+"""Machines: given by name, changed, measured once and kept in a file; memory of the host.
+
+How much memory there is, what fits, what a model holds; and settings of the process, which has one
+CUDA allocator and one garbage collector.
+"""
 
 from __future__ import annotations
 

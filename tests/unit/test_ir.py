@@ -1,6 +1,8 @@
 """`ir`: the vocabulary of ops, schedules and their copies, where parameters lie, what metas say.
+
 `find_units` and `make_plan`: which subtrees of the module tree become buckets, and which stages are
-kept fully or in half, recomputed, or wait on the host."""
+kept fully or in half, recomputed, or wait on the host.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Every update kernel against its twin in plain torch, which test_rules.py holds to torch.optim.
+
 And the kernel of a head's rows, against the gradient that autograd finds of the same sum. On CUDA
 the kernels are compiled, and all of this file is marked `gpu`; elsewhere Triton's interpreter runs
-them on host memory."""
+them on host memory.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The tree is what pyproject.toml says, imports run downward, and compat alone knows torch. What is
-private in torch, by import, by name or as an attribute of an object, is in compat alone. Every
-check is a function from its subject to a list of faults, and is tried on a planted fault too."""
+"""The tree is what pyproject.toml says, imports run downward, and compat alone knows torch.
+
+What is private in torch, by import, by name or as an attribute of an object, is in compat alone.
+Every check is a function from its subject to a list of faults, and is tried on a planted fault too.
+"""
 
 import ast
 import functools

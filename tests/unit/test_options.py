@@ -1,5 +1,7 @@
-"""Every option: what is taken, what is filled in, and what is refused with which error. And what
-megacompile says while it works: the log by subject, warnings, one line on stderr."""
+"""Every option: what is taken, what is filled in, and what is refused with which error.
+
+And what megacompile says while it works: the log by subject, warnings, one line on stderr.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The passes on schedules: strings in, strings out; the results are verified. The cases are rows of
-`passes.txt`: the passes that run, a reason and the options; the schedule that they get
-(`tests.actions`); what is seen afterwards, in which "..." is anything. `VIEWS` says what each view
-shows."""
+"""The passes on schedules: strings in, strings out; the results are verified.
+
+The cases are rows of `passes.txt`: the passes that run, a reason and the options; the schedule that
+they get (`tests.actions`); what is seen afterwards, in which "..." is anything. `VIEWS` says what
+each view shows.
+"""
 
 from __future__ import annotations
 

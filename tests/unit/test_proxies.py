@@ -1,6 +1,8 @@
-"""StreamedParameter, guarded gradients and DTensors: plain tensors to eager code. A proxy is the
-host parameter. Gradients are served without a look, also where states are mixed. A use of a DTensor
-of a rank waits for the update in flight."""
+"""StreamedParameter, guarded gradients and DTensors: plain tensors to eager code.
+
+A proxy is the host parameter. Gradients are served without a look, also where states are mixed. A
+use of a DTensor of a rank waits for the update in flight.
+"""
 
 from __future__ import annotations
 

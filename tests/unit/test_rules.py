@@ -1,7 +1,9 @@
 """The update rules in plain torch, against torch.optim and lion-pytorch on plain tensors; 8-bit
-blocks; stochastic rounding; and what is known of optimizers. An update in parts: whole, in chunks
-and compiled, and in chunks that a device makes, the twin of an optimizer's kernel is the same in
-every bit."""
+blocks; stochastic rounding; and what is known of optimizers.
+
+An update in parts: whole, in chunks and compiled, and in chunks that a device makes, the twin of an
+optimizer's kernel is the same in every bit.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A scratch file: its places, reads and writes behind the caller, and who looks at it. What a
-training loop does with one: `tests/equality/test_disk.py`."""
+"""A scratch file: its places, reads and writes behind the caller, and who looks at it.
+
+What a training loop does with one: `tests/equality/test_disk.py`.
+"""
 
 from __future__ import annotations
 

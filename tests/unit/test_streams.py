@@ -1,7 +1,10 @@
-"""Streams, threads, replays, and memory that a backward defers: in program order, or by events. On
-CUDA there are the waits that the edges of the graph ask for. What a backward defers is drained by
-the next forward, after the copies out of it. CUDA and its events are played by stand-ins that note
-what is asked of them: an event has not happened yet. Replays of models: equality/test_replay.py."""
+"""Streams, threads, replays, and memory that a backward defers: in program order, or by events.
+
+On CUDA there are the waits that the edges of the graph ask for. What a backward defers is drained
+by the next forward, after the copies out of it. CUDA and its events are played by stand-ins that
+note what is asked of them: an event has not happened yet.
+Replays of models: equality/test_replay.py.
+"""
 
 from __future__ import annotations
 

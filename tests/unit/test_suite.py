@@ -1,9 +1,11 @@
-"""What can be read off sources: the rules of tests/README.md, and what a page must have. A rule is
-a function from a test's path and source to its faults, and is tried on planted faults.
+"""What can be read off sources: the rules of tests/README.md, and what a page must have.
+
+A rule is a function from a test's path and source to its faults, and is tried on planted faults.
 docs/troubleshooting.md has the first words of every error and warning that a user can get, `...`
 for what varies: the message of each `raise` of a `MegacompileError`, of each `warnings.warn`, and
 each reason why a head is not computed in chunks, because a warning ends with it. Left out are
-messages with fewer than three words of their own, which pass another error's text on."""
+messages with fewer than three words of their own, which pass another error's text on.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Traces: every op of a run with its times; what adds up. What the command line does with them:
-`tests/models/test_command_line.py`."""
+"""Traces: every op of a run with its times; what adds up.
+
+What the command line does with them: `tests/models/test_command_line.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`verify` finds and names every kind of fault in every graph, and accepts correct schedules. The
-faults are rows of `faults.txt`; `tests.edits` defines the edits. Random mutants, of ranks too: it
-reports each that can go wrong, which `tests.symbolic_cycle` decides, and no other."""
+"""`verify` finds and names every kind of fault in every graph, and accepts correct schedules.
+
+The faults are rows of `faults.txt`; `tests.edits` defines the edits. Random mutants, of
+ranks too: it reports each that can go wrong, which `tests.symbolic_cycle` decides, and no other.
+"""
 
 from __future__ import annotations
 
