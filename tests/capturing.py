@@ -59,21 +59,6 @@ class Net(nn.Module):
         return self.head(x).square().mean()
 
 
-class Counting(nn.Module):
-    """A layer with a buffer that it changes and whose old value its backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.get_buffer("scale")
-        out: Tensor = self.fc(x) * scale.clone()
-        scale.add_(1)
-        return out.tanh()
-
-
 def capture(model: nn.Module, *args: Any, **kwargs: Any) -> AbstractProgram:
     """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed."""
     options = abstract_options(device="cpu", lowering="eager")

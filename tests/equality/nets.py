@@ -39,6 +39,11 @@ def in_a_row(function: Callable[..., Any], *, count: int = 2, width: int = 4, **
     return Applies(function, **layers, **named)
 
 
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
 def from_config(name: str, **changes: Any) -> Any:
     """A tiny model of transformers, without values where the default device is meta."""
     import transformers

@@ -28,6 +28,7 @@ from megacompile.errors import (
 )
 from tests import quantized
 from tests.configs import CONFIG
+from tests.equality.nets import net
 from tests.messages.said import assert_says, heard
 from tests.processes import group_of_one
 
@@ -36,11 +37,6 @@ from tests.processes import group_of_one
 def mesh() -> Iterator[DeviceMesh]:
     with group_of_one(datetime.timedelta(seconds=20)):
         yield init_device_mesh("cpu", (1,))
-
-
-def net() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 def shared(mesh: Any, model: nn.Module | None = None, **options: Any) -> Any:

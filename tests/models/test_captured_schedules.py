@@ -23,7 +23,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from tests import inside, zoo
-from tests.capturing import Counting, Net, capture, differentiated
+from tests.capturing import Net, capture, differentiated
 from tests.equality import cells
 from tests.equality.nets import Applies, from_config
 from tests.planned import passed, rows
@@ -91,7 +91,15 @@ def test_what_is_returned_to_the_user_stays() -> None:
 
 
 def test_what_changes_in_place_is_recomputed_from_its_copy_wherever_that_waits() -> None:
-    graphs = differentiated(capture(nn.Sequential(Counting(), Counting(), Counting()), X))
+    """Each layer changes a buffer whose old value its backward needs."""
+
+    def counting(layer: Any, x: Tensor) -> Tensor:
+        out = layer.fc(x) * layer.scale.clone()
+        layer.scale.add_(1)
+        return out.tanh()
+
+    layers = (Applies(counting, fc=nn.Linear(4, 4), scale=torch.ones(4)) for _ in range(3))
+    graphs = differentiated(capture(nn.Sequential(*layers), X))
     schedule = passed(graphs, keep_last=False)
     assert schedule.backward is not None
     for node in ops.nodes_of(schedule.backward, ops.recompute):

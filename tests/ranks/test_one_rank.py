@@ -31,6 +31,7 @@ from megacompile import (
 from megacompile.cli import main
 from megacompile.errors import OptimizerError
 from tests import inside, prove
+from tests.equality.nets import net
 from tests.processes import group_of_one
 from tests.ranks.interconnect import CollectiveError, Interconnect, Mesh
 from tests.subject import shared as of_ranks
@@ -45,11 +46,6 @@ def group() -> Iterator[None]:
 @pytest.fixture
 def mesh(group: None) -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 def shared(mesh: DeviceMesh, **options: Any) -> Any:
@@ -77,7 +73,7 @@ def test_states_from_before_are_divided(mesh: DeviceMesh) -> None:
         step(each)
         optimizer.step()
     for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert want.equal(got.full_tensor()), name  # type: ignore[attr-defined]
+        assert want.equal(got.full_tensor()), name
         assert (
             optimizers[0]
             .state[want]["exp_avg"]

@@ -266,7 +266,7 @@ def test_tiles_where_they_fit_or_pay(in_backward: bool) -> None:
         assert step_s == whole.expected_s(choice)
 
 
-class Toy(Problem):
+class Toy(AsMeasured):
     """A problem with the costs of the current toy, `COSTS`."""
 
     def memory(self, choice: Choice) -> Any:
@@ -285,9 +285,6 @@ class Toy(Problem):
         computes = COSTS["compute_s"] * (4 * self.stages - choice.keep)
         host = COSTS["host_s"] * streamed * (1 - choice.device_update)
         return max(computes + 0.3 * choice.device_update * streamed, copies, host) + 0.1 * host
-
-    def expected_s(self, choice: Choice) -> float:
-        return self.step_s(choice)
 
 
 COSTS: dict[str, float] = {}
