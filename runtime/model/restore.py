@@ -235,7 +235,8 @@ def check(streamed: Any, model: nn.Module, names: Mapping[int, str]) -> None:
 
 def full_parameters(streamed: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters with these names (by id), bucket by bucket, on the device. A streamed
-    bucket gets new memory, which is never overwritten; a resident one is not copied."""
+    bucket gets new memory, which is never overwritten; a resident one is not copied. What the user
+    has assigned (`p.data = ...`) is not in the bucket before the next call."""
     streamed.updates.check()  # before the first yield
     device = streamed.options.device
     for bucket in streamed.machine.buckets.values():
@@ -243,13 +244,16 @@ def full_parameters(streamed: Any, names: Mapping[int, str]) -> Iterator[tuple[s
         with streamed.buckets.alone, unguarded(), compat.on_host(), torch.no_grad():
             bucket.pending.wait()
             bucket.pending.refresh()
-            for param, value in zip(bucket.params, bucket.streamed, strict=True):
+            assigned = bucket.replaced()
+            for i, (param, value) in enumerate(zip(bucket.params, bucket.streamed, strict=True)):
                 if id(param) in names:
-                    resident = bucket.resident is not None
-                    value = value.detach() if resident else value.to(device, copy=True)
+                    source = (compat.local(param) if i in assigned else value).detach()
+                    if bucket.resident is None or i in assigned:
+                        source = source.to(device, value.dtype, copy=True)
                     is_part = compat.is_sharded(param)
-                    value = compat.whole(param, value) if is_part else value
-                    found.append((names[id(param)], value))
+                    whole = compat.whole(param, source) if is_part else source
+                    found.append((names[id(param)], whole))
+                    del source, whole
                 del value
         while found:  # without references to what the caller drops
             yield found.pop(0)

@@ -228,6 +228,9 @@ def test_the_copy_that_the_model_computes_in() -> None:
     found = dict(full_parameters(model))
     assert {t.dtype for t in found.values()} == {torch.bfloat16}
     assert equal(found["head.weight"], model.head.weight.detach().bfloat16())
+    model.head.weight.data = torch.full_like(model.head.weight, 0.25)  # not in its bucket yet
+    found = dict(full_parameters(model))
+    assert equal(found["head.weight"], model.head.weight.detach().bfloat16())
 
 
 def test_names_behind_peft() -> None:
