@@ -467,7 +467,6 @@ class LateExecutor(Executor):
     """Runs the printed code with `LateOps`, and sees where names end."""
 
     def _compile(self, name: str, bind: Any = None) -> Callable[[list[Any]], Any]:
-        del bind
         bound = self._bound[name] = LateOps(self.schedule, self.machine)
         namespace: dict[str, Any] = {
             op.name: self._named(getattr(bound, op.name)) for op in ops.OPS.values()

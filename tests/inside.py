@@ -150,7 +150,6 @@ def graph_calls(ran: list[Program | None]) -> Iterator[None]:
     """Note what each call of a captured graph in the block runs; None: it is in eager mode."""
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        del argument
         if event == "return" and frame.f_code.co_qualname == "CapturedGraph.__call__":
             graph = frame.f_locals["self"]
             ran.append(graph.programs.get(next(reversed(graph._called), None)))
@@ -164,7 +163,6 @@ def fetches(found: list[nn.Parameter]) -> Iterator[None]:
     """Note the parameters that eager code copies to the device in the block, each time."""
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        del argument
         if event == "call" and frame.f_code.co_qualname == "StreamedParameter.fetched":
             param = frame.f_locals["self"].param
             found.extend([param] if param is not None else [])  # None: it is being captured

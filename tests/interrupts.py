@@ -45,7 +45,6 @@ class Places:
         self.stopped = ""
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        del arg
         if event == "call":
             if not is_ours(frame) or not self._is_wanted(frame.f_code):
                 return None
@@ -123,7 +122,6 @@ def watched(looks: Mapping[Any, Look]) -> Iterator[None]:
     by_code = {function.__code__: look for function, look in looks.items()}
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
-        del argument
         if event == "call" and frame.f_code in by_code:
             by_code[frame.f_code](frame)
 

@@ -49,7 +49,6 @@ class Int8(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Any, stride: Any
     ) -> Int8:
-        del size, stride
         return Int8(inner["data8"], inner["scale"], context["dtype"], context["device"])
 
     def dense(self) -> Tensor:
@@ -59,7 +58,6 @@ class Int8(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        del types
         name = func.__name__.partition(".")[0]
         if name in ("detach", "clone", "alias", "_to_copy"):
             given = {k: v for k, v in (kwargs or {}).items() if k == "device"}

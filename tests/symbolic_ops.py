@@ -73,7 +73,6 @@ class Machine(Layout):
         return run, Tensor(made)
 
     def _assign(self, target: Any, value: Any, counted: bool = True) -> Result:
-        del counted
         into, source = self.tensor(target), self.tensor(value)
 
         return self._copies([(into, source)]), Tensor(into)

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megacompile import megacompile
 from tests.zoo import assert_same, equal
 
 
@@ -42,6 +44,15 @@ def in_a_row(function: Callable[..., Any], *, count: int = 2, width: int = 4, **
 def net() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def flat(logits: Any, ids: Any, **options: Any) -> Any:
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), **options)
+
+
+def streamed(model: Any, **options: Any) -> Any:
+    """In its own bits."""
+    return megacompile(model, device="cpu", lowering="eager", progress=False, **options)
 
 
 def from_config(name: str, **changes: Any) -> Any:

@@ -11,15 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile import megacompile, schedules
+from megacompile import schedules
 from megacompile.errors import BackwardError
 from tests.equality import nets
+from tests.equality.nets import streamed
 from tests.messages.said import assert_says, heard
 from tests.zoo import stacks
-
-
-def streamed(model: nn.Module, **options: Any) -> Any:
-    return megacompile(model, device="cpu", lowering="eager", progress=False, **options)
 
 
 class Function(nn.Module):

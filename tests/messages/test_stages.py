@@ -31,7 +31,7 @@ from megacompile.errors import AnomalyError, ModelError, ScheduleError
 from megacompile.ir.schedule import Schedule
 from tests import inside
 from tests.edits import edited
-from tests.equality.nets import Applies
+from tests.equality.nets import Applies, flat
 from tests.planned import built
 from tests.zoo import Stack, batch
 
@@ -52,10 +52,6 @@ def of_head(loss: Loss, length: int = LENGTH, **options: Any) -> str:
     ids = torch.empty(ROWS, length, dtype=torch.int64, device="meta")
     (reason,) = reasons(model, x, ids, **options)
     return reason
-
-
-def flat(logits: Any, ids: Any, **options: Any) -> Any:
-    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), **options)
 
 
 def returned(x: Any, w: Any, ids: Any) -> Any:

@@ -151,16 +151,6 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 @needs_compiler
-@pytest.mark.thorough
-@pytest.mark.parametrize("memory", ["1GiB", None])
-def test_a_model_that_fits_trains_as_the_plain_one(memory: str | None) -> None:
-    sizes = [4, 4, 4, 3, 4, 4]  # a second batch of 3 makes rounding a hundred times larger
-    counts = compare(sizes, gpu_memory=memory, lowering="inductor")
-    assert counts.pop(2) == 5, "the evaluation, which ran once"
-    assert set(counts) == ({1} if memory else {5})
-
-
-@needs_compiler
 def test_what_grew_too_large_runs_in_stages() -> None:
     counts = compare([4, 6, 25_000], gpu_memory="100MiB", lowering="inductor")
     assert counts == [1, 1, 5]

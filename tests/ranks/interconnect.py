@@ -132,7 +132,6 @@ class Mesh(DeviceMesh):
         return self.place
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        del mesh_dim  # that of the rows
         return self.place % (self.interconnect.count // self.replicas)
 
     def ranks_on(self, device: torch.device) -> SimulatedRanks:
@@ -151,7 +150,6 @@ class Agreement:
 
     def run(self, graph: Collectives) -> Any:
         """For its duration a rank runs a graph."""
-        del graph
         return nullcontext()
 
     def collective(self) -> Any:
@@ -176,7 +174,6 @@ class SimulatedRanks(inside.SimulatedRanks):
 
     def together(self, what: str) -> Any:
         """For its duration, nothing: what one raises, the test sees."""
-        del what
         return nullcontext()
 
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:

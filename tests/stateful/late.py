@@ -94,7 +94,6 @@ class AtCall:
         self.name, self.left, self.error = name, left, error
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        del arg
         if event == "call" and frame.f_code.co_name == self.name and is_ours(frame):
             self.left -= 1
             if self.left == 0:

@@ -377,7 +377,6 @@ def test_in_the_keys_of_programs() -> None:
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         nonlocal hashes
-        del argument
         if event == "call" and frame.f_code.co_name == "__hash__":
             hashes += 1
             if hashes == nth:

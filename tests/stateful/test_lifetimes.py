@@ -24,7 +24,7 @@ from megacompile import full_parameters, megacompile, released, unmegacompile
 from megacompile.errors import BackwardError, DeviceMemoryError, HostMemoryError, ModelError
 from tests import inside
 from tests.device_bytes import device_bytes
-from tests.equality.nets import Applies, from_config
+from tests.equality.nets import Applies, from_config, streamed
 from tests.interrupts import is_ours, profiled, traced
 from tests.stateful.late import AtCall, late
 from tests.training import losses_of, take_steps
@@ -36,33 +36,29 @@ def two(encoder: nn.Module | None = None) -> Any:
     return Applies(lambda model, x: model.head(model.encoder(x)), **layers)
 
 
-def compiled(model: Any, **options: Any) -> Any:
-    return megacompile(model, device="cpu", lowering="eager", progress=False, **options)
-
-
 def test_two_models_with_a_parameter_in_common() -> None:
     encoder = nn.Linear(8, 8)
-    one, other, tied = compiled(two(encoder)), two(encoder), two()
+    one, other, tied = streamed(two(encoder)), two(encoder), two()
     tied.encoder.weight = encoder.weight
     for second in (other, tied, one.encoder):
         with pytest.raises(ModelError):
-            compiled(second)
+            streamed(second)
         assert second is one.encoder or not inside.is_streamed(second), "it is as it was"
     x = torch.rand(2, 8)
     assert equal(one(x), one.head(encoder(x)))
     assert equal(other(x), other.head(encoder(x))), "a plain model may use it"
-    assert compiled(one) is one
-    assert equal(one(x), compiled(copy.deepcopy(one))(x))
+    assert streamed(one) is one
+    assert equal(one(x), streamed(copy.deepcopy(one))(x))
 
 
 def test_a_parameter_that_was_given_away() -> None:
     """Its owner has another one in its place, and was not called since."""
-    one, other = compiled(two()), two()
+    one, other = streamed(two()), two()
     moved = one.encoder.weight
     one.encoder.weight = nn.Parameter(torch.rand(8, 8))
     other.encoder.weight = moved
     plain = copy.deepcopy(nn.ModuleList([one, other]))
-    compiled(other)
+    streamed(other)
     for pair in ((one, other), plain):
         optimizer = AdamW([p for model in pair for p in model.parameters()], lr=1e-2)
         for i in range(6):
@@ -78,13 +74,13 @@ def test_a_parameter_that_was_given_away() -> None:
 
 def test_parameters_of_a_dead_model() -> None:
     encoder = nn.Linear(8, 8)
-    one: Any = compiled(two(encoder))
+    one: Any = streamed(two(encoder))
     x = torch.rand(2, 8)
     one(x).sum().backward()
     del one  # nobody collects it: a model and what is behind its calls refer to each other
     gc.disable()
     try:
-        other = compiled(two(encoder))
+        other = streamed(two(encoder))
     finally:
         gc.enable()
     assert equal(other(x), other.head(encoder(x)))
@@ -93,7 +89,7 @@ def test_parameters_of_a_dead_model() -> None:
 @pytest.mark.parametrize("options", [{}, {"state_dtype": torch.bfloat16, "resident": "all"}])
 def test_states_go_with_their_optimizer(options: dict[str, Any]) -> None:
     """Their memory is free when it is gone, but for what somebody holds."""
-    model = compiled(two(), **options)
+    model = streamed(two(), **options)
 
     def train(optimizer: AdamW) -> None:
         for _ in range(2):
@@ -121,7 +117,7 @@ def test_states_go_with_their_optimizer(options: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = compiled(stack()[0], resident="all")
+    model = streamed(stack()[0], resident="all")
     with monkeypatch.context() as patched:
         small = psutil.virtual_memory()._replace(available=0)
         patched.setattr(psutil, "virtual_memory", lambda: small)
@@ -138,7 +134,7 @@ def test_what_cannot_be_lent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backward_that_failed_within_another_one_waits_for_nothing() -> None:
     """Torch's queue keeps the graph of the other one until the next backward."""
-    model = compiled(stack()[0], resident="all")
+    model = streamed(stack()[0], resident="all")
 
     def fails(gradient: Tensor) -> Tensor:
         raise ZeroDivisionError
@@ -156,7 +152,7 @@ def test_a_backward_that_failed_within_another_one_waits_for_nothing() -> None:
 
 def test_states_in_8_bits_are_moved_as_they_are() -> None:
     """To quantize them again takes seconds for a billion values, and more memory than they have."""
-    model = compiled(nn.Linear(64, 64), resident="all", state_dtype="int8")
+    model = streamed(nn.Linear(64, 64), resident="all", state_dtype="int8")
     optimizer = AdamW(model.parameters())
     x = torch.randn(3, 64)
     model(x).sum().backward()
@@ -165,7 +161,6 @@ def test_states_in_8_bits_are_moved_as_they_are() -> None:
     called: set[str] = set()
 
     def look(frame: FrameType, event: str, argument: object) -> None:
-        del argument
         if event == "call" and is_ours(frame):
             called.add(frame.f_code.co_name)
 
@@ -200,7 +195,7 @@ def test_the_memory_is_not_there_any_more(fails: bool) -> None:
 def test_full_parameters() -> None:
     """Each once, bucket by bucket, a copy that nobody writes to; also of a module in the model."""
     wrapper = Applies(lambda model, x, y: model.inner(x, y), inner=tied()[0])
-    model: Any = compiled(wrapper)
+    model: Any = streamed(wrapper)
     take_steps(model, AdamW(model.parameters(), lr=0.1), 2)  # the last update is in flight
     found = dict(full_parameters(model))
     assert "inner.head.weight" not in found and "inner.embed.weight" in found
@@ -269,7 +264,7 @@ def test_nothing_of_it_is_left() -> None:
     for each, of_it in ((plain, theirs), (model, optimizer)):
         take_steps(each, of_it, 1, start=5)
     assert workers.names
-    streamed = weakref.ref(inside.streamed(model))
+    held = weakref.ref(inside.streamed(model))
     buckets = [weakref.ref(bucket) for bucket in inside.buckets(model).values()]
     mine = torch.zeros_like(model.head.bias)
     model.head.bias.data = mine
@@ -277,7 +272,7 @@ def test_nothing_of_it_is_left() -> None:
     del workers, each, of_it
     unmegacompile(model)
     gc.collect()
-    assert streamed() is None
+    assert held() is None
     assert all(bucket() is None for bucket in buckets)
     assert {n for n, v in vars(model).items() if v is not None} <= before
     assert not inside.is_streamed(model)
@@ -336,7 +331,7 @@ def test_full_parameters_of_an_adapter_that_is_not_merged() -> None:
     """As PEFT's layers say it: active, and not merged."""
     said = {"active_adapters": ["default"], "merged": False}
     adapter = Applies(lambda m, x: 2 * m.base_layer(x), base_layer=nn.Linear(4, 4), **said)
-    model = compiled(nn.Sequential(adapter))
+    model = streamed(nn.Sequential(adapter))
     with pytest.raises(ModelError, match="not merged"):
         full_parameters(model)
     model[0].merged = True

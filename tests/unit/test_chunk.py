@@ -26,6 +26,7 @@ from megacompile.passes.capture.chunk import chunk_head, rows_of_a_chunk
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.runtime.ops.head import _linear_cross_entropy, bind_operators
 from tests import capturing
+from tests.equality.nets import flat
 
 bind_operators()
 
@@ -50,10 +51,6 @@ class Projection:
 
 
 Loss = Callable[[Any, Any, Any], Any]  # of a head, hidden states and ids
-
-
-def flat(logits: Any, ids: Any, **options: Any) -> Any:
-    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), **options)
 
 
 def hf(head: Any, x: Any, ids: Any) -> Any:

@@ -49,7 +49,6 @@ class Made:
         self._make("host")
 
     def by_chunks(self, make: Any) -> None:
-        del make
         self._make("device")
 
 
