@@ -166,7 +166,6 @@ def notice_scaled_losses() -> None:
     """Records every loss that a GradScaler scales from now on, for `loss_is_scaled`."""
 
     def note(gradient: torch.Tensor) -> None:
-        del gradient
         _SCALED[:] = [backward_id()]
 
     def scale(stock: Any, self: Any, outputs: Any) -> Any:

@@ -149,7 +149,6 @@ def capture_symbolic_as(
         return
 
     def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        del variable
         if not wanted() or not any(_has_symbols(v) for v in (*args, *kwargs.values())):
             return None  # captures `stock`
         try:

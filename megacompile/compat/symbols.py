@@ -203,7 +203,6 @@ class _FakeKernels(TorchDispatchMode):
     above this mode: it would decompose operators differently than C++."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         with enable_python_dispatcher():
             return func(*args, **(kwargs or {}))
 

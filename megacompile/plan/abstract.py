@@ -159,7 +159,6 @@ class _Capturing:
         ]
 
     def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        del examples
         return functools.partial(self._run, module)
 
     def _run(self, module: fx.GraphModule, *args: Any) -> Any:

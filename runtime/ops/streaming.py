@@ -240,8 +240,7 @@ class StreamingOps(OpGroup):
     def read_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         if self.in_step and bucket.key not in self.parts:
             return Handle(None, Stream.READ)
-        # the last write is over: `Updates.prepare_step` and `InBackward.begin` have waited for it
-        del after
+        # the write in `after` is over: `Updates.prepare_step` and `InBackward.begin` have waited
         host = self.machine.buckets[bucket.key]
         what = f"{bucket.label}READ_STATE of {host.layout.name!r}"
         lease = self._staging.read_states(host, what)

@@ -51,7 +51,7 @@ def flat(logits: Any, ids: Any, **options: Any) -> Any:
 
 
 def streamed(model: Any, **options: Any) -> Any:
-    """In its own bits."""
+    """Megacompiled for the CPU, in the plain model's bits."""
     return megacompile(model, device="cpu", lowering="eager", progress=False, **options)
 
 
