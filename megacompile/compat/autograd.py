@@ -186,6 +186,21 @@ def loss_is_scaled() -> bool:
 _SCALED: list[int] = []  # the last such backward
 
 
+def wait_for_scales() -> None:
+    """Makes every GradScaler wait for its copies to the host, which gradients on the host need.
+    Torch starts them and reads on: a flag that is copied late hides the infinite gradients that it
+    has found, and the step that should be skipped is made."""
+
+    def get(stock: Any, self: Any, device: torch.device) -> torch.Tensor:
+        copies: dict[torch.device, torch.Tensor] = self._per_device_tensors
+        if device.type == "cpu" and device not in copies:
+            copies[device] = self.master.to(device, copy=True)
+        value: torch.Tensor = stock(self, device)
+        return value
+
+    replace(torch.amp.grad_scaler._MultiDeviceReplicator, "get", get)
+
+
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, without the hooks that users registered for all optimizers."""
     step: Any = type(optimizer).step

@@ -54,6 +54,7 @@ class StreamedModel:
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan counts bytes, not fragments
         compat.settle_cache_keys()
+        compat.wait_for_scales()
         compat.write_powers()
         compat.note_backward_calls(parameter_of, as_gradient_of)
         compat.note_uncaptured()

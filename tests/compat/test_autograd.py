@@ -305,3 +305,19 @@ def test_the_memory_and_streams_of_a_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert compat.use_expandable_segments() is False  # what it is told: tests/unit/test_hardware.py
     assert callable(torch._C._accelerator_setAllocatorSettings)
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
+
+
+@pytest.mark.gpu
+def test_a_scaler_on_the_device_finds_infinite_gradients_on_the_host() -> None:
+    """The flag of the device is copied behind work that takes a second."""
+    compat.wait_for_scales()
+    weight = leaf()
+    optimizer = torch.optim.SGD([weight])
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    scaler.scale(torch.ones((), device="cuda"))  # it makes the scale
+    weight.grad = torch.full_like(weight, torch.inf)
+    torch.cuda._sleep(2_000_000_000)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1.0, 1.0, 1.0] and scaler.get_scale() == 2.0
