@@ -94,6 +94,29 @@ def from_functional(tensor: Any) -> Any:
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
+class _Result(torch.autograd.Function):
+    """An operation of autograd's graph that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, made: list[torch.Tensor]) -> Any:
+        return made.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def as_result(tensor: torch.Tensor, anchor: torch.Tensor) -> Any:
+    """Make a tensor require grad, as a result of `anchor`, which does. In-place operations refuse
+    one that requires grad by itself."""
+    return _Result.apply(anchor, [tensor])  # type: ignore[no-untyped-call]
+
+
+def is_constant(tensor: Any) -> bool:
+    """True for a tensor of a trace whose value is known, and read by `item()`."""
+    return getattr(from_functional(tensor), "constant", None) is not None
+
+
 _OF_BACKWARD = "megacompile.of_backward"  # in a node's meta
 
 

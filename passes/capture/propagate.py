@@ -8,7 +8,7 @@ they add those of new nodes (`Values.add`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Capture, ConstantInput
+from megacompile.ir.capture import Ambient, Capture, ConstantInput
 from megacompile.ir.tensors import Number, Symbols, TensorMeta, has_numbers, parts_of, symbols_in
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.text import source_line
@@ -109,6 +109,7 @@ def propagate(capture: Capture) -> Values:
             with compat.functional_mode():
                 for name, constant in interpreter.constants.items():
                     interpreter.constants[name] = compat.to_functional(constant)
+                interpreter.anchor = torch.empty(0, requires_grad=True)
                 interpreter.run(*map(compat.to_functional, inputs), enable_io_processing=False)
     except compat.UNTRACEABLE as error:
         raise UnsupportedGraphError(f"{capture.name}: {error}") from error
@@ -126,6 +127,8 @@ class Interpreter(fx.Interpreter):
         self.capture = capture
         self.values = Values(symbols=symbols)
         self.constants: dict[str, torch.Tensor] = {}
+        self.anchor = torch.empty(0)  # makes other tensors require grad
+        self._made: dict[Any, TensorMeta] = {}  # what equal nodes return, by `_key`
 
     def fake_inputs(self) -> list[Any]:
         """Fake tensors or numbers for the inputs; the graph's own tensors become fake, too."""
@@ -154,7 +157,16 @@ class Interpreter(fx.Interpreter):
         # with their current values, which in-place changes replace
         taken = [tensor for source in n.all_input_nodes for tensor in tensors_in(self.env[source])]
         before = [(tensor, compat.from_functional(tensor)) for tensor in taken]
-        value, values = super().run_node(n), self.values
+        values, key = self.values, self._key(n, before)
+        if key in self._made:  # equal layers consist of equal nodes
+            meta = values.of[n] = self._made[key]
+            value = replace(meta, requires_grad=False).empty()
+            if meta.requires_grad:
+                value = compat.as_result(value, self.anchor)
+            values.storages[n] = frozenset({compat.storage_key(value)})
+            values.mutates[n] = frozenset()
+            return value
+        value = super().run_node(n)
         values.of[n] = _describe(value)
         if values.symbols is not None:
             values.symbols.fakes.note_guards(
@@ -178,7 +190,41 @@ class Interpreter(fx.Interpreter):
             if shared and isinstance(meta, TensorMeta) and not meta.requires_grad:
                 if TensorMeta.of(self.env[holder]).requires_grad:
                     values.requires_grad_after[holder] = n
+        old = {compat.storage_key(tensor) for tensor in taken}
+        if key is not None and not changed and values.storages[n].isdisjoint(old):
+            plain = isinstance(value, torch.Tensor) and not is_wrapper(value)
+            if plain and not compat.is_constant(value):
+                self._made[key] = values.meta(n)
         return value
+
+    def _key(self, n: fx.Node, taken: list[tuple[torch.Tensor, Any]]) -> Any:
+        """A key that nodes share if each would return a new tensor of the same meta, or None. A
+        node without tensors may be a constant, whose value later nodes read. Without symbols, the
+        fake mode itself remembers equal operations."""
+        known = n.op in ("call_function", "call_method") and not compat.in_transform()
+        known = known and self.values.symbols is not None
+        if not known or not taken or any(compat.is_constant(tensor) for tensor, _ in taken):
+            return None
+
+        def described(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return described(self.env[value])
+            if isinstance(value, (tuple, list)):
+                return type(value), *map(described, value)
+            if isinstance(value, torch.Tensor) and not is_wrapper(value):
+                return TensorMeta.of(value)
+            found = _describe(value)
+            if isinstance(found, slice):
+                return slice, *map(described, (found.start, found.stop, found.step))
+            if not isinstance(found, (*_CONSTANTS, Number)):
+                raise TypeError(f"{type(found)} has no description")
+            return type(found), found
+
+        try:
+            given = described(n.args), *((name, described(n.kwargs[name])) for name in n.kwargs)
+        except TypeError:
+            return None
+        return n.target, given, Ambient.current(self.capture.device)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
