@@ -84,6 +84,10 @@ def line(what: str, show: bool | None) -> Iterator[None]:
     `phase` change its text; `what=""` is empty until then. `show=None`: on a terminal, and
     elsewhere what takes long."""
     on_terminal, outer = sys.stderr.isatty(), _line()
+    if outer is not None and what and outer.what == what:  # the outer line says so already
+        with phase(what):
+            yield
+        return
     printed = outer is not None and outer.is_printed
     mine = _Line(on_terminal if show is None else show, printed)
     timer = threading.Timer(_LONG_S, _begin_to_print, (mine,))

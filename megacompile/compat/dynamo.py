@@ -14,7 +14,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
@@ -354,14 +354,18 @@ def note_uncaptured() -> None:
     replace(InstructionTranslatorBase, "log_graph_break", log_graph_break)
 
 
-def skip_untraced(within: types.CodeType) -> None:
+def skip_untraced(
+    within: types.CodeType, tracing: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Runs untraceable code in eager mode, in calls of the code `within`, if lines of the user have
     already run: such a call cannot start over without Dynamo. Dynamo skips the frame as after a
-    graph break."""
+    graph break. Each trace in such a call runs in a context that `tracing` returns."""
 
     def convert(stock: Any, self: Any, frame: Any, *args: Any, skip: int = 0) -> Any:
+        ours = any(_has_begun(code, sys._getframe()) is not None for code in _within)
         try:
-            found = stock(self, frame, *args, skip=skip + 2)
+            with tracing() if ours else nullcontext():
+                found = stock(self, frame, *args, skip=skip + 2)
         except CAPTURE_ERRORS as error:
             at, begun = sys._getframe(), _is_resumed(frame.f_code)
             if not any(_has_begun(code, at, begun=begun) for code in _within):

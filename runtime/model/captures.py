@@ -16,8 +16,8 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from types import CodeType
@@ -54,6 +54,20 @@ class EagerBlocks(threading.local):
     """The number of `megacompile.eager` blocks of one model that this thread is in."""
 
     depth = 0
+
+
+class _Current(threading.local):
+    progress: bool | None = None  # the option of the model that this thread calls
+
+
+_current = _Current()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Wraps a trace by Dynamo, in a model's first call or a later one."""
+    with line("capturing the model", _current.progress), old_objects_left_out():
+        yield
 
 
 class Captures:
@@ -131,7 +145,7 @@ class Captures:
                     loaded = code.load(_LOADING_S)
                 if loaded:  # all of the code that was compiled in the background
                     code.use()
-        show = self.buckets.options.progress
+        show = _current.progress = self.buckets.options.progress
         with nullcontext() if made else line("capturing the model", show):
             result = self._until_done(run, compiled, attempts, before)
         if made:
@@ -212,8 +226,7 @@ class Captures:
         while tried:
             ran_out, lacking = "", None
             try:
-                with nullcontext() if self.graphs else old_objects_left_out():
-                    result = undone(functools.partial(run, compiled))
+                result = undone(functools.partial(run, compiled))
                 if attempts.failures:
                     attempts.reset()
                 notice.say(self.model.parameters)

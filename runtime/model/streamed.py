@@ -25,7 +25,7 @@ from megacompile.plan.setting import Setting
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.background import WeakIdSet
 from megacompile.runtime.model import methods, own_operators
-from megacompile.runtime.model.captures import Captures
+from megacompile.runtime.model.captures import Captures, tracing
 from megacompile.runtime.model.methods import State
 from megacompile.runtime.model.model_buckets import ModelBuckets
 from megacompile.runtime.model.restore import Released
@@ -59,7 +59,7 @@ class StreamedModel:
         compat.note_backward_calls(parameter_of, as_gradient_of)
         compat.note_uncaptured()
         compat.follow_containers()
-        compat.skip_untraced(StreamedModel._run.__code__)
+        compat.skip_untraced(StreamedModel._run.__code__, tracing)
         compat.convert_in_place(StreamedParameter)
         compat.leave_out_of_copies(StreamedModel, methods.ModuleCall, methods.Replacement)
         compat.show_classes(StreamedParameter)
