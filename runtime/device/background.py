@@ -149,10 +149,12 @@ def is_over() -> bool:
 
 
 class Background:
-    """One thread that runs jobs in order. It ends with the last reference to this object."""
+    """One thread that runs jobs in order. It ends with the last reference to this object. A fork
+    waits for its jobs; not if `forks`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, forks: bool = False) -> None:
         self.name = name
+        self.forks = forks
         self._begin()
         at_fork(self, last=True)
 
@@ -173,7 +175,7 @@ class Background:
 
     def before_fork(self) -> None:
         """Finish all queued jobs; jobs added by other threads meanwhile may not be included."""
-        if not self._queue.work.empty() or self._queue.turn.locked():
+        if not self.forks and (not self._queue.work.empty() or self._queue.turn.locked()):
             self.call(lambda: None)
 
     def after_fork(self, *, in_child: bool) -> None:

@@ -99,7 +99,7 @@ class ModelBuckets:
             on_device = {id(param) for key in resident for param in params[key]}
             refuse_moves(self.model, on_device, options.device.type)
             if contents is None and program.fills_later(named.values(), options.device):
-                filling = options.device, Background("megacompile-parameters")
+                filling = options.device, Background("megacompile-parameters", forks=True)
         places = Places.of(resident, params if machine.disk is not None else (), stored)
         if contents is not None:
             for unit in units:

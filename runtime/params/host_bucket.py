@@ -130,7 +130,7 @@ class HostBucket:
         assert isinstance(self._buffer, HostBuffer)
         self._settle_in()
         settle = self._buffer.settle if self.pin else lambda: None  # pageable: at the first write
-        fill = Fill(self.params, self.values, settle, device)
+        fill = Fill(self.params, self.values, settle, device, shared=not self._buffer.private)
         self.pending.start(fill, range(len(self.params)), ())
         with unguarded():
             for param, value in zip(self.params, self.values, strict=True):

@@ -13,6 +13,9 @@ of a parameter wait for its bucket, and the plan for all buckets, because it cou
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -39,6 +42,8 @@ from megacompile.runtime.params.guards import (
 )
 
 _Guarded = tuple[MemoryGuard, list[torch.Tensor]]
+_FILLED, _FAILED = 1, 2  # how a `Fill` ended
+_POLL_S = 0.01  # between two looks at a parent's copy
 
 
 class InFlight(Completion):
@@ -182,14 +187,21 @@ class Pending(Completion):
         return self.in_flight is None or self.in_flight.done()
 
     def before_fork(self) -> None:
-        """Wait for the work in flight before a fork: in the child it would stay half done."""
-        self.is_torn()
+        """Wait for the work in flight before a fork: in the child it would stay half done. A copy
+        of new parameters (`Fill`) may go on, if the child will see it."""
+        if not (isinstance(self.in_flight, Fill) and self.in_flight.is_shared):
+            self.is_torn()
 
     def after_fork(self, *, in_child: bool) -> None:
         """Drop, in the child, work that another thread has started meanwhile: it would never end
         there, and a use of the bucket, or another fork, would wait for it."""
-        if in_child and self.in_flight is not None:
-            self._ended(self.in_flight)
+        work = self.in_flight
+        if not in_child or work is None:
+            return
+        if isinstance(work, Fill) and work.is_shared:
+            work.leave_to_parent()
+        else:
+            self._ended(work)
 
     def wait(self) -> None:
         """Wait for the work in flight on this bucket. Raises OptimizerError: it failed, or an
@@ -351,9 +363,34 @@ class Pending(Completion):
                 guard([param], self._watch)
 
 
+class _Parents(Completion):
+    """The end, in a child of a fork, of a copy that the parent makes: `ended` is in shared memory,
+    and not 0 when it is over."""
+
+    def __init__(self, ended: mmap.mmap) -> None:
+        super().__init__()
+        self._ended, self._parent = ended, os.getppid()
+
+    def done(self) -> bool:
+        return self._ended[0] != 0 or os.getppid() != self._parent
+
+    def wait(self) -> None:
+        while not self.done():
+            time.sleep(_POLL_S)
+        if self._ended[0] != _FILLED:
+            raise RuntimeError(
+                "the parent process has ended, or failed, while it moved this parameter: use "
+                "parameters before the fork, or in the parent"
+            )
+
+
 class Fill(InFlight):
     """The copy of a bucket's parameters into its memory. A thread makes it, or the first waiter if
-    no thread has started it, so no bucket is forgotten, wherever Ctrl-C arrives."""
+    no thread has started it, so no bucket is forgotten, wherever Ctrl-C arrives.
+
+    A fork does not wait for it if processes share the bucket's memory (`is_shared`): the parent
+    copies, and a child waits if it uses a parameter, as workers of a DataLoader do not.
+    """
 
     def __init__(
         self,
@@ -361,6 +398,8 @@ class Fill(InFlight):
         values: Sequence[torch.Tensor],  # their views in the bucket
         settle: Callable[[], None],  # allocates the memory's pages and locks them for `device`
         device: torch.device,  # that computes
+        *,
+        shared: bool = False,  # do children of a fork see what is written to the bucket?
     ) -> None:
         self._copied: Future[None] = Future()
         super().__init__(future=self._copied)
@@ -373,10 +412,24 @@ class Fill(InFlight):
         devices = {s.device for s in self._sources if s.device.type == "cuda"}
         # work that still computes them
         self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
+        self.is_shared = shared and not devices  # a child cannot use the GPU
+        self._ended = mmap.mmap(-1, 1)  # shared with children: 0, or how it ended
+        self._parents: _Parents | None = None  # in a child: the copy that the parent makes
+
+    def leave_to_parent(self) -> None:
+        """Wait for the parent, from now on: this is a child of its fork."""
+        self._parents = self._parents or _Parents(self._ended)
+        self._sources.clear()  # or this process keeps memory that its parent frees
+
+    def done(self) -> bool:
+        return super().done() if self._parents is None else self._parents.done()
 
     def wait(self) -> None:
         """Wait for the copy, or make it. Raises the error of a failed copy; the parameters are then
         in their old memory."""
+        if self._parents is not None:
+            self._parents.wait()
+            return
         self.run()
         super().wait()
 
@@ -405,6 +458,7 @@ class Fill(InFlight):
                     event.synchronize()
                 for value, source in zip(self.values, self._sources, strict=True):
                     value.copy_(source)
+                self._ended[0] = _FILLED
             except BaseException:
                 self._give_back()
                 raise
@@ -415,6 +469,7 @@ class Fill(InFlight):
 
     def _give_back(self) -> None:
         """Undo a failed copy: the parameters get their old memory, unless all are copied."""
+        self._ended[0] = self._ended[0] or _FAILED
         with unguarded():
             for param, source in zip(self.params, self._sources, strict=False):
                 param.data = source

@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
+import multiprocessing
+import os
 import sys
 import warnings
 import weakref
@@ -275,9 +277,9 @@ class Later:
         self.work.append(work)
 
 
-def filled_later(params: Sequence[nn.Parameter]) -> tuple[HostBucket, Later]:
+def filled_later(params: Sequence[nn.Parameter], *, pin: bool = False) -> tuple[HostBucket, Later]:
     thread: Any = Later()
-    return HostBucket(layout_of(params), params, pin=False, filling=(CPU, thread)), thread
+    return HostBucket(layout_of(params), params, pin=pin, filling=(CPU, thread)), thread
 
 
 def filling(bucket: HostBucket) -> bool:
@@ -329,6 +331,41 @@ def test_what_fails_leaves_the_values_where_they_were() -> None:
         bucket.pending.wait()
     assert [p.data_ptr() for p in params] == places
     assert all(torch.equal(p, want) for p, want in zip(params, wanted, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_fork_does_not_wait_and_its_child_does(cuda: Cuda, fails: bool) -> None:
+    """Workers of a DataLoader use no parameter."""
+    params = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(3))]
+    wanted = [p.detach().tolist() for p in params]
+    bucket, _ = filled_later(params, pin=True)
+    here, there = multiprocessing.Pipe()
+
+    def reads() -> None:
+        there.send("begun")
+        try:
+            there.send([p.detach().tolist() for p in params])
+        except RuntimeError as error:
+            there.send(str(error))
+
+    child = multiprocessing.get_context("fork").Process(target=reads)
+    child.start()
+    try:
+        assert here.recv() == "begun" and filling(bucket)
+        fill = bucket.pending.in_flight
+        assert isinstance(fill, Fill)
+        if fails:
+            fill.settle = lambda: pytest.fail("no pages")
+            with pytest.raises(pytest.fail.Exception):
+                bucket.pending.wait()
+            assert "failed" in here.recv()
+        else:
+            bucket.pending.wait()
+            assert here.recv() == wanted
+    finally:
+        child.kill()
+        child.join()
 
 
 PART = 2**18  # int32 that are summed at once
