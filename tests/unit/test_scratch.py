@@ -23,8 +23,10 @@ import pytest
 import torch
 
 from megacompile import DiskError, megacompile
-from megacompile.runtime.device.buffers import DiskBuffer
+from megacompile.errors import OptimizerError
+from megacompile.runtime.device.buffers import DiskBuffer, HostBudget
 from megacompile.runtime.disk import Way
+from megacompile.runtime.updates.staging import BucketBuffers, BucketLease
 from tests import inside
 from tests.processes import in_threads
 
@@ -280,3 +282,22 @@ def test_free_ranges_of_other_sizes_are_given_up_for_a_saved_tensor(tmp_path: Pa
     assert saved.held_bytes == 16 * PAGE
     file.take(64 * PAGE - file.used_bytes)
     assert saved.lend(PAGE).size_bytes == PAGE
+
+
+def test_a_run_that_failed_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """Neither for a buffer that came nor for one that was to come."""
+    disk = disk_of(tmp_path)
+    host: Any = SimpleNamespace(layout=SimpleNamespace(name="a layer"))
+    pool = BucketBuffers(torch.device("cpu"), "test", "states", HostBudget())
+    pool.require(1, SIZE)
+    leases = []
+    for place in (DiskBuffer(SIZE, disk), DiskBuffer(SIZE, disk)):
+        lease = BucketLease(pool, host, [place])
+        leases.append(pool.lend(lease, disk.request(Way.READ, lease.spans(), "look")))
+    leases[0].wait()
+    assert not leases[1].done(), "there is one buffer"
+    pool.give_up(leases[::-1])  # or the first would make room for the second
+    for lease in leases:
+        assert lease.done()
+        with pytest.raises(OptimizerError):
+            lease.wait()
