@@ -47,7 +47,7 @@ _SHARE = 8  # all processes take at most 1 / _SHARE of the free host memory
 _THREADS = 4  # for kernels, per process
 _PATIENCE_S = 300.0  # per graph
 _MANY = 8  # graphs; no process is started for fewer
-_IDLE_S = 60.0  # a process ends this long after the last graph; then a second length has come
+_IDLE_S = 60.0  # a process ends this long after the last graph
 _READY = "ready"  # the answer of a process that is ready for the next job
 
 

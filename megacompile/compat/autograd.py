@@ -187,9 +187,9 @@ _SCALED: list[int] = []  # the last such backward
 
 
 def wait_for_scales() -> None:
-    """Makes every GradScaler wait for its copies to the host, which gradients on the host need.
-    Torch starts them and reads on: a flag that is copied late hides the infinite gradients that it
-    has found, and the step that should be skipped is made."""
+    """Makes every GradScaler wait for the copies that gradients on the host need: of its scale,
+    and of its flag for infinite ones. Torch starts them and reads on: a flag that is copied late
+    hides the infinite gradients that were found, and the step that should be skipped is made."""
 
     def get(stock: Any, self: Any, device: torch.device) -> torch.Tensor:
         copies: dict[torch.device, torch.Tensor] = self._per_device_tensors

@@ -83,7 +83,7 @@ class SymbolicFakes:
         # a size that depends on data ends the trace, as it does without symbols
         self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.mode = _Fakes(shape_env=self.env, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # slower: few operations repeat
+        self.mode.cache_enabled = False  # equal nodes run once: `propagate`
         self._theirs: dict[Any, Any] = {}  # our symbol -> torch's
         self._ours: dict[Any, Any] = {}
         self._numbers: dict[Any, Any] = {}

@@ -128,6 +128,8 @@ class Interpreter(fx.Interpreter):
         self.values = Values(symbols=symbols)
         self.constants: dict[str, torch.Tensor] = {}
         self.anchor = torch.empty(0)  # makes other tensors require grad
+        grads = capture.module.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+        self._recalls = symbols is not None and not grads  # what is recalled has no autograd graph
         self._made: dict[Any, TensorMeta] = {}  # what equal nodes return, by `_key`
 
     def fake_inputs(self) -> list[Any]:
@@ -193,7 +195,8 @@ class Interpreter(fx.Interpreter):
         old = {compat.storage_key(tensor) for tensor in taken}
         if key is not None and not changed and values.storages[n].isdisjoint(old):
             plain = isinstance(value, torch.Tensor) and not is_wrapper(value)
-            if plain and not compat.is_constant(value):
+            is_leaf = plain and value.requires_grad and value.is_leaf
+            if plain and not is_leaf and not compat.is_constant(value):
                 self._made[key] = values.meta(n)
         return value
 
@@ -202,7 +205,7 @@ class Interpreter(fx.Interpreter):
         node without tensors may be a constant, whose value later nodes read. Without symbols, the
         fake mode itself remembers equal operations."""
         known = n.op in ("call_function", "call_method") and not compat.in_transform()
-        known = known and self.values.symbols is not None
+        known = known and self._recalls
         if not known or not taken or any(compat.is_constant(tensor) for tensor, _ in taken):
             return None
 
@@ -212,7 +215,9 @@ class Interpreter(fx.Interpreter):
             if isinstance(value, (tuple, list)):
                 return type(value), *map(described, value)
             if isinstance(value, torch.Tensor) and not is_wrapper(value):
-                return TensorMeta.of(value)
+                if value.is_conj() or value.is_neg():
+                    raise TypeError("a meta does not tell what its values stand for")
+                return TensorMeta.of(value), value.requires_grad  # see `_cut_off`
             found = _describe(value)
             if isinstance(found, slice):
                 return slice, *map(described, (found.start, found.stop, found.step))

@@ -11,8 +11,8 @@ putting a job into the queue is atomic, and a thread that was started twice ends
 
 [Note: forks of the process] Data loaders fork. A child has no other threads, and locks held by them
 stay locked forever. So before a fork, work in flight is awaited, while the threads still accept
-jobs; then the threads are idle. The child gets new threads and new locks. Only processes with a
-model register callbacks.
+jobs; then the threads are idle, but for those that the child needs nothing of (`forks`). The child
+gets new threads and new locks. Only processes with a model register callbacks.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def is_over() -> bool:
 
 class Background:
     """One thread that runs jobs in order. It ends with the last reference to this object. A fork
-    waits for its jobs; not if `forks`."""
+    waits for its jobs, unless `forks`."""
 
     def __init__(self, name: str, *, forks: bool = False) -> None:
         self.name = name

@@ -145,9 +145,13 @@ class Captures:
                     loaded = code.load(_LOADING_S)
                 if loaded:  # all of the code that was compiled in the background
                     code.use()
-        show = _current.progress = self.buckets.options.progress
-        with nullcontext() if made else line("capturing the model", show):
-            result = self._until_done(run, compiled, attempts, before)
+        outer, show = _current.progress, self.buckets.options.progress
+        _current.progress = show
+        try:
+            with nullcontext() if made else line("capturing the model", show):
+                result = self._until_done(run, compiled, attempts, before)
+        finally:
+            _current.progress = outer
         if made:
             self._note_made(compiled, made, time.perf_counter() - start_s)
         if infers:

@@ -189,7 +189,9 @@ class Pending(Completion):
     def before_fork(self) -> None:
         """Wait for the work in flight before a fork: in the child it would stay half done. A copy
         of new parameters (`Fill`) may go on, if the child will see it."""
-        if not (isinstance(self.in_flight, Fill) and self.in_flight.is_shared):
+        if isinstance(self.in_flight, Fill) and self.in_flight.may_fork():
+            return
+        with contextlib.suppress(RuntimeError):  # a lost copy, which each use reports
             self.is_torn()
 
     def after_fork(self, *, in_child: bool) -> None:
@@ -364,20 +366,20 @@ class Pending(Completion):
 
 
 class _Parents(Completion):
-    """The end, in a child of a fork, of a copy that the parent makes: `ended` is in shared memory,
-    and not 0 when it is over."""
+    """The completion of the parent's copy, as its child sees it; `ended` is in shared memory. A
+    copy that is lost never completes."""
 
-    def __init__(self, ended: mmap.mmap) -> None:
+    def __init__(self, ended: mmap.mmap, parent: int) -> None:
         super().__init__()
-        self._ended, self._parent = ended, os.getppid()
+        self._ended, self._parent = ended, parent
 
     def done(self) -> bool:
-        return self._ended[0] != 0 or os.getppid() != self._parent
+        return self._ended[0] == _FILLED
 
     def wait(self) -> None:
-        while not self.done():
+        while not self._ended[0] and os.getppid() == self._parent:
             time.sleep(_POLL_S)
-        if self._ended[0] != _FILLED:
+        if not self.done():
             raise RuntimeError(
                 "the parent process has ended, or failed, while it moved this parameter: use "
                 "parameters before the fork, or in the parent"
@@ -399,7 +401,7 @@ class Fill(InFlight):
         settle: Callable[[], None],  # allocates the memory's pages and locks them for `device`
         device: torch.device,  # that computes
         *,
-        shared: bool = False,  # do children of a fork see what is written to the bucket?
+        shared: bool = False,  # True if children of a fork see writes to the bucket
     ) -> None:
         self._copied: Future[None] = Future()
         super().__init__(future=self._copied)
@@ -413,13 +415,20 @@ class Fill(InFlight):
         # work that still computes them
         self._computed = [torch.cuda.current_stream(d).record_event() for d in devices]
         self.is_shared = shared and not devices  # a child cannot use the GPU
+        self._process = os.getpid()
         self._ended = mmap.mmap(-1, 1)  # shared with children: 0, or how it ended
         self._parents: _Parents | None = None  # in a child: the copy that the parent makes
 
+    def may_fork(self) -> bool:
+        """True if a fork need not wait; a child of the process that copies has to."""
+        return self.is_shared and self._parents is None
+
     def leave_to_parent(self) -> None:
-        """Wait for the parent, from now on: this is a child of its fork."""
-        self._parents = self._parents or _Parents(self._ended)
-        self._sources.clear()  # or this process keeps memory that its parent frees
+        """In a child of a fork: wait for the parent's copy from now on."""
+        if self._parents is None:
+            self._parents = _Parents(self._ended, self._process)
+            self._sources.clear()  # or this process keeps memory that its parent frees
+            trim_heap()
 
     def done(self) -> bool:
         return super().done() if self._parents is None else self._parents.done()
@@ -434,8 +443,8 @@ class Fill(InFlight):
         super().wait()
 
     def run(self) -> None:
-        """Copy the values, unless another thread does."""
-        if self._claims:
+        """Copy the values, unless another thread does, or the parent process."""
+        if self._claims or self._parents is not None:
             return
         mine = object()
         try:

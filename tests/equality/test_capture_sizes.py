@@ -319,3 +319,28 @@ def test_each_parameter_that_is_an_argument_is_itself() -> None:
         for task in range(4):
             x = torch.randn(rows, WIDTH)
             assert_alike(models, trained(x, task), name=f"{rows} {task}")
+
+
+def unlike(m: Any, x: Tensor) -> list[Tensor]:
+    """Equal operations of tensors whose metas are equal: a conjugate and not; a view made under
+    `no_grad` of what requires grad, and of what does not."""
+    first, second = torch.complex(x, x + 1), torch.complex(x + 2, x)
+    first, same = first.conj().resolve_conj(), second.resolve_conj()
+    h = m.layers[1](m.layers[0](x).tanh()).tanh()
+    same.mul_(2)  # and so `second`, which another stage reads
+    h = m.layers[3](m.layers[2](h).tanh() * second.real)
+    with torch.no_grad():
+        view = h.view(-1)
+    return [h.sum() + (first * second).real.sum(), second, same, x.view(-1) * 2, view * 2]
+
+
+def test_equal_operations_of_unlike_tensors_are_told_apart() -> None:
+    def use(model: Any, x: Tensor) -> list[Any]:
+        found = model(x)
+        found[0].backward()
+        return [*found, *(value.requires_grad for value in found)]
+
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    models = twins(Applies(unlike, layers=layers))
+    for rows in (3, 5, 7):
+        assert_alike(models, functools.partial(use, x=torch.randn(rows, 4)))
