@@ -9,6 +9,7 @@ import copy
 import ctypes
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +182,36 @@ def test_dynamo_disabled_and_no_home() -> None:
 
 
 NAME = "layers.1.up.weight"
+
+class Meets(nn.Module):
+    """Notes how many calls are inside at once; the first one gives a second one time to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.inside, self.most, self.second = 0, 0, threading.Event()
+
+    @torch.compiler.disable
+    def meet(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        if self.inside == 1:
+            self.second.wait(0.3)
+        else:
+            self.second.set()
+        self.inside -= 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meet()
+        return self.layer(x)
+
+
+def test_one_call_of_a_model_at_a_time() -> None:
+    """It lends its parameters to a call."""
+    model = megacompile(Meets(), device="cpu", lowering="eager")
+    in_threads([lambda: model(torch.ones(1, 2))] * 2)
+    assert model.most == 1
+
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 

@@ -14,6 +14,7 @@ import random
 import resource
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import torch
 
 from megacompile import DiskError, megacompile
 from megacompile.errors import OptimizerError
-from megacompile.runtime.device.buffers import DiskBuffer, HostBudget
+from megacompile.runtime.device.buffers import DiskBuffer, HostBudget, HostBuffer
 from megacompile.runtime.disk import Way
 from megacompile.runtime.updates.staging import BucketBuffers, BucketLease
 from tests import inside
@@ -301,3 +302,19 @@ def test_a_run_that_failed_leaves_nobody_waiting(tmp_path: Path) -> None:
         assert lease.done()
         with pytest.raises(OptimizerError):
             lease.wait()
+
+
+def test_buffers_that_are_larger_than_any_bucket_are_freed() -> None:
+    made: list[weakref.ref[HostBuffer]] = []
+
+    class Budget(HostBudget):
+        def make(self, *args: Any, **named: Any) -> HostBuffer:
+            buffer = super().make(*args, **named)
+            made.append(weakref.ref(buffer))
+            return buffer
+
+    pool = BucketBuffers(torch.device("cpu"), "test", "states", Budget())
+    for size in (8 * PAGE, 5 * PAGE):
+        pool.require(1, size)
+        pool.reserve()
+    assert [buffer() is None for buffer in made] == [True, False]
