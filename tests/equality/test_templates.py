@@ -21,7 +21,8 @@ from megacompile.ir.stages import ArgRef, Code, Stage
 from megacompile.ir.tensors import tensors_bytes
 from tests import inside
 from tests.capturing import Net
-from tests.equality.nets import Applies
+from tests.equality import nets
+from tests.equality.nets import Applies, assert_alike
 from tests.zoo import Tower, assert_same, batch, batchnorm, step, twins
 
 X = torch.linspace(-1, 1, 64 * 4).view(64, 4)
@@ -118,6 +119,21 @@ def wide(function: Any = Net.chain, dropout: float = 0.0) -> Net:
     net = Net(function)
     net.layers = nn.ModuleList(layer() for _ in range(3))
     return net
+
+
+def test_a_template_is_for_one_autocast() -> None:
+    """Stages take and return the same dtypes in all of them."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = layer(x).float()
+        return x
+
+    models = twins(Applies(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))))
+    for dtype in (torch.bfloat16, torch.float16):
+        for enabled in (False, True):
+            with torch.autocast("cpu", dtype, enabled=enabled):
+                assert_alike(models, nets.trained(torch.randn(2, 4)))
 
 
 def test_half_of_what_a_stage_saves_is_computed_again() -> None:
