@@ -122,14 +122,12 @@ def wide(function: Any = Net.chain, dropout: float = 0.0) -> Net:
 
 
 def test_a_template_is_for_one_autocast() -> None:
-    """Stages take and return the same dtypes in all of them."""
+    """A stage takes and returns the same dtypes in all of them."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        for layer in m.layers:
-            x = layer(x).float()
-        return x
+        return m.down(m.up(x).float()).float()
 
-    models = twins(Applies(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))))
+    models = twins(Applies(forward, up=nn.Linear(4, 8), down=nn.Linear(8, 4)))
     for dtype in (torch.bfloat16, torch.float16):
         for enabled in (False, True):
             with torch.autocast("cpu", dtype, enabled=enabled):

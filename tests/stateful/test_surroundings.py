@@ -183,6 +183,7 @@ def test_dynamo_disabled_and_no_home() -> None:
 
 NAME = "layers.1.up.weight"
 
+
 class Meets(nn.Module):
     """Notes how many calls are inside at once; the first one gives a second one time to come."""
 
@@ -191,7 +192,7 @@ class Meets(nn.Module):
         self.layer = nn.Linear(2, 2)
         self.inside, self.most, self.second = 0, 0, threading.Event()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def meet(self) -> None:
         self.inside += 1
         self.most = max(self.most, self.inside)
