@@ -76,6 +76,7 @@ class Chooser:
         self._stay_now = False  # True if buckets stay in slots because memory allows it
         self._no_stay = False  # True once that ran out of memory
         self._planned: dict[_Stages, _Planned] = {}  # in the order of planning
+        self._newest: _Planned | None = None  # of the last search
         self._nearest: dict[_Stages, Choice] = {}  # the closest choice, if nothing fits
 
     def choose(
@@ -173,7 +174,7 @@ class Chooser:
         open_to = self.wanted.open_to(schedule, placement, again=again)
         others = self._others(stages, schedule)
         problem = self.problem(schedule, variant, placement, open_to, others)
-        before = self._earlier_result(stages, problem)
+        before = self._earlier_result(stages, problem, placement)
         found = before or planner.search_everywhere(problem)
         if found is None and problem.budget_bytes < self.budget.size_bytes():
             self.wanted.leave()
@@ -192,7 +193,7 @@ class Chooser:
             if stages.stages in (key, each.merged):
                 del self._planned[key]
         decides = bool(open_to.keys) or found is before
-        self._planned[stages.stages] = _Planned(problem, found, decides)
+        self._planned[stages.stages] = self._newest = _Planned(problem, found, decides)
         self.wanted.decide(open_to, found.choice, placement)
         return found.choice, self._reasons(found, placement)
 
@@ -316,13 +317,20 @@ class Chooser:
         self._stay_now |= count > 0
         return count
 
-    def _earlier_result(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        """The earlier choice for these stages, if its buckets are now where it wants them."""
-        before = self._planned.get(stages.stages)
-        if before is None or not before.decided or problem.undecided or problem.storable:
+    def _earlier_result(
+        self, stages: Schedule, problem: Problem, placement: Placement
+    ) -> SearchResult | None:
+        """The earlier choice for these stages, if its buckets are now where it wants them. While
+        decisions are open, only that of the last search, for which buckets have just moved."""
+        before, here = self._planned.get(stages.stages), problem.here
+        if before is None or not before.decided:
             return None
+        if problem.undecided or problem.storable:
+            if before is not self._newest:
+                return None
+            here = placement.places.only({bucket.key for bucket in problem.buckets})
         choice = before.found.choice
-        return before.found if choice.places == problem.here and problem.fits(choice) else None
+        return before.found if choice.places == here and problem.fits(choice) else None
 
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
         """Plan these stages with the choice closest to the budgets, although it exceeds them."""
@@ -333,6 +341,7 @@ class Chooser:
     def step_down(self) -> str:
         """Plan with less device memory from now on; describes the change, or returns "" if nothing
         changes. Stages keep the choices that they have, because a backward may be pending."""
+        self._newest = None
         if self.wanted.end():
             return "buckets that only uncaptured code reads leave the device"
         how = self.budget.step_down([each.problem for each in self._planned.values()])
@@ -354,6 +363,7 @@ class Chooser:
     def forget(self) -> None:
         """Choose again, with the buckets where they are. No backward may be pending."""
         self._chosen.clear()
+        self._newest = None
         self.running.clear()
         self.wanted.forget()
 

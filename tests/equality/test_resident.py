@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -361,6 +362,26 @@ def test_buckets_leave_the_device_for_larger_inputs(caplog: pytest.LogCaptureFix
             train(pairs, of_rows, [rows])
             residents.append(len(inside.residents(pairs[1][0])))
     assert residents == [4, 4, 4, 0, 0, 0]
+
+
+def test_a_call_that_starts_over_searches_for_no_plan_again() -> None:
+    """It does because buckets have moved for the plan that was found, and some stay resident."""
+    torch.manual_seed(0)
+    pairs = with_adamw(twins(tower(), gpu_memory="2MiB", progress=False))
+    searches: list[Any] = []
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "search_everywhere":
+            searches.append(frame.f_back)
+
+    for rows, count in ((8, 4), (600, 1)):
+        sys.setprofile(profile)
+        try:
+            train(pairs, of_rows, [rows])
+        finally:
+            sys.setprofile(None)
+        assert len(inside.residents(pairs[1][0])) == count
+    assert len(searches) == 2
 
 
 def broken(first: nn.Module) -> list[tuple[Any, Any]]:
