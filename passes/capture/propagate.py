@@ -192,8 +192,9 @@ class Interpreter(fx.Interpreter):
             if shared and isinstance(meta, TensorMeta) and not meta.requires_grad:
                 if TensorMeta.of(self.env[holder]).requires_grad:
                     values.requires_grad_after[holder] = n
-        old = {compat.storage_key(tensor) for tensor in taken}
-        if key is not None and not changed and values.storages[n].isdisjoint(old):
+        if key is None or changed:
+            return value
+        if values.storages[n].isdisjoint(map(compat.storage_key, taken)):
             plain = isinstance(value, torch.Tensor) and not is_wrapper(value)
             is_leaf = plain and value.requires_grad and value.is_leaf
             if plain and not is_leaf and not compat.is_constant(value):

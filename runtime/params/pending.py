@@ -189,7 +189,7 @@ class Pending(Completion):
     def before_fork(self) -> None:
         """Wait for the work in flight before a fork: in the child it would stay half done. A copy
         of new parameters (`Fill`) may go on, if the child will see it."""
-        if isinstance(self.in_flight, Fill) and self.in_flight.may_fork():
+        if isinstance(self.in_flight, Fill) and self.in_flight.is_shared:
             return
         with contextlib.suppress(RuntimeError):  # a lost copy, which each use reports
             self.is_torn()
@@ -201,8 +201,8 @@ class Pending(Completion):
         if not in_child or work is None:
             return
         if isinstance(work, Fill) and work.is_shared:
-            work.leave_to_parent()
-        else:
+            self.in_flight = work.of_parent()
+        elif not isinstance(work, _Parents):
             self._ended(work)
 
     def wait(self) -> None:
@@ -365,9 +365,9 @@ class Pending(Completion):
                 guard([param], self._watch)
 
 
-class _Parents(Completion):
-    """The completion of the parent's copy, as its child sees it; `ended` is in shared memory. A
-    copy that is lost never completes."""
+class _Parents(InFlight):
+    """A parent's `Fill`, as its child sees it; `ended` is in shared memory. A copy that is lost
+    never completes."""
 
     def __init__(self, ended: mmap.mmap, parent: int) -> None:
         super().__init__()
@@ -417,34 +417,22 @@ class Fill(InFlight):
         self.is_shared = shared and not devices  # a child cannot use the GPU
         self._process = os.getpid()
         self._ended = mmap.mmap(-1, 1)  # shared with children: 0, or how it ended
-        self._parents: _Parents | None = None  # in a child: the copy that the parent makes
 
-    def may_fork(self) -> bool:
-        """True if a fork need not wait; a child of the process that copies has to."""
-        return self.is_shared and self._parents is None
-
-    def leave_to_parent(self) -> None:
-        """In a child of a fork: wait for the parent's copy from now on."""
-        if self._parents is None:
-            self._parents = _Parents(self._ended, self._process)
-            self._sources.clear()  # or this process keeps memory that its parent frees
-            trim_heap()
-
-    def done(self) -> bool:
-        return super().done() if self._parents is None else self._parents.done()
+    def of_parent(self) -> InFlight:
+        """In a child of a fork: what to wait for instead."""
+        self._sources.clear()  # or this process keeps memory that its parent frees
+        trim_heap()
+        return _Parents(self._ended, self._process)
 
     def wait(self) -> None:
         """Wait for the copy, or make it. Raises the error of a failed copy; the parameters are then
         in their old memory."""
-        if self._parents is not None:
-            self._parents.wait()
-            return
         self.run()
         super().wait()
 
     def run(self) -> None:
-        """Copy the values, unless another thread does, or the parent process."""
-        if self._claims or self._parents is not None:
+        """Copy the values, unless another thread does."""
+        if self._claims:
             return
         mine = object()
         try:
